@@ -3,15 +3,14 @@ the tiers' own."""
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from services.worker.core.plans import StepWork
 from services.worker.core.prefixes import Prefixes
-from services.worker.core.reports import Identity
 from services.worker.core.sequence import HeldSequence
-from services.worker.core.sequences import SequenceLimits, SequenceTable
-from services.worker.core.steps import StepCore, StepEffects
+from services.worker.core.steps import StepEffects
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
@@ -23,22 +22,20 @@ from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine
 from shared.messages.plans import (
     BatchPlan,
-    Decode,
     Preemption,
     PreemptMode,
-    PrefillChunk,
     PrefixHit,
     WorkerStepped,
 )
 from shared.messages.sequence import SequenceRef
+from tests.services.worker import builders
+from tests.services.worker.builders import core_of
 from tests.services.worker.conftest import VOCABULARY, build_model
-from tests.shared.messages.builders import plan, ref, spec
+from tests.shared.messages.builders import decode, plan, prefill, ref, spec
 
 BLOCK_TOKENS = 4
 DEVICE_BLOCKS = 20
-LIMITS = SequenceLimits(
-    max_context_tokens=64, vocabulary=VOCABULARY, end_retention_s=60.0, gateway_timeout_s=10.0
-)
+LIMITS = replace(builders.LIMITS, vocabulary=VOCABULARY)
 
 _NONE: Mapping[int, tuple[int, PreemptMode]] = {}
 
@@ -59,8 +56,8 @@ class PrefixRig:
             self.store = open_store(config, engine, "worker-0", TransferEngine(lambda: None))
             prefixes = Prefixes(self.store.cache, self.store.fingerprint, auditor=self.store.auditor)
         self.prefixes = prefixes
-        self.table = SequenceTable(pool if self.store is None else self.store.cache, LIMITS, prefixes)
-        self.core = StepCore(Identity("worker-0", 1, "model", 64, "host"), self.table)
+        self.core = core_of(pool if self.store is None else self.store.cache, prefixes, LIMITS)
+        self.table = self.core._table
         self.hits: list[PrefixHit] = []
         self.prefilled_tokens = 0
         self.plans = 0
@@ -101,9 +98,9 @@ class PrefixRig:
                 first = planned[one]
                 if first < goals[one]:
                     end = planned[one] = min(goals[one], first + chunk)
-                    prefills.append(self._chunk(one, first, end))
+                    prefills.append(prefill(one, first, end))
                 elif held and self.table.find(one) in held and self._alive(one):
-                    decodes.append(Decode(ref=one, allocated_blocks=-(-self._tokens(one) // BLOCK_TOKENS)))
+                    decodes.append(decode(one, -(-self._tokens(one) // BLOCK_TOKENS)))
             self.plans += 1
             message = plan(self.plans, starts=starts, prefills=tuple(prefills), decodes=tuple(decodes))
             self._run(msgspec.structs.replace(message, preemptions=tuple(preempted)), now_s=0.0)
@@ -166,10 +163,6 @@ class PrefixRig:
         for report in stepped:
             assert not report.skipped, report
             self.hits += report.hits
-
-    def _chunk(self, one: SequenceRef, first: int, end: int) -> PrefillChunk:
-        blocks = -(-end // BLOCK_TOKENS)
-        return PrefillChunk(ref=one, first_token=first, end_token=end, allocated_blocks=blocks)
 
     def _alive(self, one: SequenceRef) -> bool:
         sequence = self.table.find(one)

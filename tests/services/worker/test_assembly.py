@@ -1,17 +1,16 @@
-"""A worker made from its settings: its engine, its KV, threads on their cores."""
+"""A worker made from its settings: its engine, its KV, threads on their cores. What cannot be is refused."""
 
 import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.worker import building
-from services.worker.assembly import make_engine
 from services.worker.building import build, free_bytes, kv_capacity
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
@@ -20,48 +19,7 @@ from services.worker.engine.progress import LoadProgress
 from shared.config import load
 from shared.errors import ConfigError
 
-
-def test_a_folder_without_a_model_is_a_configuration_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no model"):
-        make_engine(WorkerConfig(model=str(tmp_path)))
-
-
-def test_capacity_can_be_given_in_bytes(model_folder: Path) -> None:
-    block_bytes = 2 * 2 * (16 + 16) * 4 * 4
-    config = WorkerConfig(model=str(model_folder), block_tokens=4)
-    engine = make_engine(config.model_copy(update={"kv_bytes": 11 * block_bytes + 5}))
-    assert engine.kv_blocks == 11
-    with pytest.raises(ConfigError, match=r"0 blocks of KV are too few"):
-        make_engine(config.model_copy(update={"kv_bytes": block_bytes - 1}))
-
-
-def test_there_is_one_form_of_pie_and_a_setting_for_another_is_refused() -> None:
-    both = ["--pie.enabled", "true", "--lending.borrow", "true"]
-    assert load(WorkerConfig, section="worker", argv=both).pie.enabled is True
-    with pytest.raises(ConfigError, match=r"--pie\.form is no setting"):
-        load(WorkerConfig, section="worker", argv=[*both, "--pie.form", "layers"])
-
-
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be bound here")
-
-
-def test_only_the_calling_thread_is_bound() -> None:
-    here = os.sched_getaffinity(0)
-    core = max(here)
-    seen: list[set[int]] = []
-
-    def bound() -> None:
-        bind_to((core,))
-        seen.append(os.sched_getaffinity(0))
-        started_from_here = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
-        started_from_here.start()
-        started_from_here.join()
-
-    thread = threading.Thread(target=bound)
-    thread.start()
-    thread.join()
-    assert seen == [{core}, {core}]
-    assert os.sched_getaffinity(0) == here
 
 
 def test_cores_that_are_not_there_are_a_configuration_error() -> None:
@@ -147,3 +105,40 @@ def test_loading_says_how_far_it_is(tmp_path: Path) -> None:
     with progress.downloading("org/name", tmp_path, 4_000_000):
         (tmp_path / "blobs" / "part.incomplete").write_bytes(bytes(1_000_000))
         assert re.match(r"downloads org/name: 1 MB of 4, \d+\.\d MB/s, \d+ s left$", progress.text)
+
+
+def settings(**fields: str) -> WorkerConfig:
+    flags = [f"--{name.replace('__', '.')}={value}" for name, value in fields.items()]
+    return load(WorkerConfig, "worker", flags, {})
+
+
+def test_blocks_are_of_the_engines_size() -> None:
+    assert settings().block_tokens == 16
+    assert settings(engine="vllm").block_tokens == 32
+    assert settings(engine="vllm", block_tokens="64").block_tokens == 64
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm", "simulated"])
+def test_every_engine_may_lend_host_memory_and_have_its_cache_in_that_of_others(engine: str) -> None:
+    found = settings(engine=engine, lending__host_mb="64", prefix_cache__peer_mb="1")
+    assert (found.lending.host_mb, found.prefix_cache.peer_slots(1 << 18)) == (64, 4)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"engine": "vllm", "pie__enabled": "true"}, "leave out pie.enabled"),
+        ({"engine": "vllm", "lending__borrow": "true"}, "leave out lending.borrow"),
+        ({"engine": "vllm", "attention": "torch"}, "leave out attention"),
+        ({"engine": "vllm", "states_every": "16"}, "leave out states_every"),
+        ({"engine": "vllm", "device": "cuda", "vllm__tensor_parallel": "2"}, "set vllm.tensor_parallel 1"),
+        ({"engine": "vllm", "block_tokens": "16"}, "blocks of a multiple of 32 tokens"),
+        ({"engine": "simulated", "kv_bytes": "4096"}, "leave out kv_bytes"),
+        ({"engine": "simulated", "pie__enabled": "true"}, "leave out pie.enabled"),
+        ({"engine": "simulated", "states_every": "1"}, "leave out states_every"),
+        ({"prefix_cache__peer_mb": "64", "prefix_cache__host_mb": "0"}, "peer_mb needs host_mb"),
+    ],
+)
+def test_what_an_engine_lacks_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings(**fields)

@@ -16,16 +16,19 @@ from tests.tasks import running
 
 
 def test_names_count_up_and_each_has_its_password() -> None:
-    bus = BusConfig(user="worker-6", password=SecretStr("six"))
-    passwords = {"worker-7": SecretStr("seven")}
-    whole = WorkerConfig(instance="worker-6", engine="simulated", count=3, bus=bus, passwords=passwords)
-    crew = whole.crew()
-    told = [(one.instance, one.bus.user, one.bus.password, one.count, one.passwords) for one in crew]
+    six, seven = SecretStr("six"), SecretStr("seven")
+    bus, how = (
+        BusConfig(user="worker-6", password=six),
+        {"instance": "worker-6", "engine": "simulated", "count": 3},
+    )
+    crew = WorkerConfig.model_validate({**how, "bus": bus, "passwords": {"worker-7": seven}}).crew()
+    told = [(one.instance, one.bus.user, one.bus.password) for one in crew]
     assert told == [
-        ("worker-6", "worker-6", SecretStr("six"), 1, {}),
-        ("worker-7", "worker-7", SecretStr("seven"), 1, {}),
-        ("worker-8", "worker-8", SecretStr("six"), 1, {}),
+        ("worker-6", "worker-6", six),
+        ("worker-7", "worker-7", seven),
+        ("worker-8", "worker-8", six),
     ]
+    assert all((one.count, one.passwords) == (1, {}) for one in crew)
 
 
 def test_an_engine_that_computes_has_a_process_of_its_own() -> None:

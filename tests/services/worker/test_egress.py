@@ -1,9 +1,11 @@
-"""Frames and reports reach the bus in order, over the express connection where there is one; a bus that
-cannot take them loses them and nothing else."""
+"""Frames, reports and heartbeats reach the bus in order; a bus that cannot take them loses them and
+nothing else."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -11,34 +13,42 @@ from prometheus_client import CollectorRegistry
 
 from services.worker.core.frames import AddressedFrame
 from services.worker.core.steps import StepEffects
-from services.worker.egress import Courier, Outbox
+from services.worker.egress import Courier, Heartbeat, Outbox
 from shared import subjects
 from shared.bus import Bus, Express, Listener
 from shared.bus.counters import BusCounters
 from shared.config import BusConfig
+from shared.errors import InternalError
 from shared.messages.plans import WorkerStepped
+from shared.messages.reports import WorkerReported
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.nats_server import NatsServer
 from tests.patience import until
+from tests.shared.messages.builders import worker_report
 
 
 def effects(number: int, finish_reason: FinishReason | None = None) -> StepEffects:
-    delta = TokenDelta(
-        request_id="r", choice=0, attempt=1, first_index=number, tokens=(number,), finish_reason=finish_reason
-    )
+    at: dict[str, Any] = {"choice": 0, "attempt": 1, "first_index": number}
+    delta = TokenDelta(request_id="r", tokens=(number,), finish_reason=finish_reason, **at)
     frame = TokenFrame(worker_id="worker-0", incarnation=1, deltas=(delta,))
-    stepped = WorkerStepped(
-        worker_id="worker-0", incarnation=1, seq=number + 1, epoch=1, plan_seq=1, steps_done=1, plan_over=True
-    )
+    numbers: dict[str, Any] = {
+        "incarnation": 1,
+        "seq": number + 1,
+        "epoch": 1,
+        "plan_seq": 1,
+        "steps_done": 1,
+    }
+    stepped = WorkerStepped(worker_id="worker-0", plan_over=True, **numbers)
     return StepEffects((AddressedFrame("gateway-0", frame),), (stepped,))
 
 
 class Reader:
     """What a gateway and a scheduler received."""
 
-    def __init__(self) -> None:
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
         self.tokens: list[int] = []
         self.seqs: list[int] = []
 
@@ -60,8 +70,8 @@ LISTENERS = (
 
 @pytest_asyncio.fixture
 async def reader(connect_bus: ConnectBus) -> Reader:
-    made = Reader()
-    await (await connect_bus("tester", "reader-0")).attach(LISTENERS, made)
+    made = Reader(await connect_bus("tester", "reader-0"))
+    await made.bus.attach(LISTENERS, made)
     return made
 
 
@@ -88,7 +98,7 @@ class Desk:
     """A courier whose loop is the test's own, and how often it was asked to run something."""
 
     def __init__(self, bus: Bus, *, drop_final_frames: bool = False) -> None:
-        self.calls = 0
+        self.bus, self.calls = bus, 0
         self.outbox = Outbox(bus, drop_final_frames=drop_final_frames)
         self.courier = Courier(self.outbox, self._on_loop)
         self._loop = asyncio.get_running_loop()
@@ -140,32 +150,24 @@ async def test_what_waits_in_the_loop_is_not_overtaken(
 
 @pytest.mark.parametrize("replaced", [True, False])
 async def test_a_lost_connection_costs_nothing_that_was_not_sent(
-    connect_bus: ConnectBus, bus_config: BusConfig, nats_server: NatsServer, replaced: bool
+    desk: Desk, reader: Reader, bus_config: BusConfig, nats_server: NatsServer, replaced: bool
 ) -> None:
-    reader = Reader()
-    reader_bus = await connect_bus("tester", "reader-0")
-    await reader_bus.attach(LISTENERS, reader)
-    bus = await connect_bus("worker", "worker-0")
-    desk = Desk(bus)
-    draining = asyncio.create_task(desk.outbox.drain())
-    desk.courier.offer(dialled(bus_config))
-    await desk.deliver(effects(0))
-    await reader.until_seq(1)
-    nats_server.kill()
-    await until(lambda: not bus.connected)
-    await asyncio.to_thread(desk.courier.attend)
-    assert desk.courier.wants_express
-    nats_server.start()
-    await until(lambda: bus.connected)
-    if replaced:
+    async with drained(desk.outbox):
         desk.courier.offer(dialled(bus_config))
-    await until(lambda: reader_bus.connected)
-    await desk.deliver(effects(1))
-    await reader.until_seq(2)
+        await desk.deliver(effects(0))
+        await reader.until_seq(1)
+        nats_server.kill()
+        await until(lambda: not desk.bus.connected)
+        await asyncio.to_thread(desk.courier.attend)
+        assert desk.courier.wants_express
+        nats_server.start()
+        await until(lambda: desk.bus.connected and reader.bus.connected)
+        if replaced:
+            desk.courier.offer(dialled(bus_config))
+        await desk.deliver(effects(1))
+        await reader.until_seq(2)
     assert reader.tokens == [0, 1]
     assert (desk.calls == 0) is replaced
-    draining.cancel()
-    desk.courier.close()
 
 
 async def test_the_courier_can_drop_final_frames_on_purpose(
@@ -177,3 +179,39 @@ async def test_the_courier_can_drop_final_frames_on_purpose(
     await reader.until_seq(3)
     assert reader.tokens == [0, 2]
     desk.courier.close()
+
+
+def report(stepped_seq: int = 0) -> WorkerReported:
+    return worker_report(seq=0, stepped_seq=stepped_seq)
+
+
+class Engine:
+    """Answers questions when told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[Future[WorkerReported]] = []
+
+    def ask(self) -> "Future[WorkerReported]":
+        self.asked.append(Future())
+        return self.asked[-1]
+
+
+async def test_the_last_report_stands_in_while_the_engine_is_busy_and_sections_are_asked_for_each_time() -> (
+    None
+):
+    """A report that stands in while the engine is busy says what is lent now, not what was."""
+    engine, hosts = Engine(), iter("abcd")
+    heartbeat = Heartbeat(engine.ask, lambda _: {"host": next(hosts)}, interval_s=0.02, stall_timeout_s=9.0)
+    assert await heartbeat.next() is None
+    engine.asked[0].set_result(report(stepped_seq=5))
+    sent = [await heartbeat.next(), await heartbeat.next()]
+    sent += [heartbeat.number(report(stepped_seq=8)), await heartbeat.next()]
+    told = [(r.seq, r.stepped_seq, r.host) for r in sent if r is not None]
+    assert told == [(1, 5, "a"), (2, 5, "b"), (3, 8, "c"), (4, 8, "d")] and len(engine.asked) == 2
+
+
+async def test_an_engine_that_stays_silent_is_given_up() -> None:
+    heartbeat = Heartbeat(Engine().ask, interval_s=0.02, stall_timeout_s=0.05)
+    assert await heartbeat.next() is None and await heartbeat.next() is None
+    with pytest.raises(InternalError, match="answered nothing"):
+        await heartbeat.next()

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,6 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from services.worker.assembly import make_engine
-from services.worker.config import WorkerConfig
 from services.worker.core.sampling import Sampled
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
@@ -24,13 +24,13 @@ from shared import subjects
 from shared.bus import Bus, Listener
 from shared.errors import ForeignSequence, InvalidMessage, PermissionRefused
 from shared.messages.base import Empty, Message
-from shared.messages.plans import BatchPlan
 from shared.messages.reports import SequenceState, ServiceStatus, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceRef
 from shared.messages.tokens import ExtendSequence, FetchedTokens, FetchTokens, TokenDelta, TokenFrame
 from tests.patience import PATIENCE_S, until
 from tests.services.stack.secured import secured_server
-from tests.shared.messages.builders import acknowledging, cancelling, decode, prefill, ref, spec
+from tests.services.worker.test_service import worker_config
+from tests.shared.messages.builders import acknowledging, cancelling, decode, plan, prefill, ref, spec
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 TOKENS = 30
@@ -42,32 +42,23 @@ class User:
 
     def __init__(self, bus: Bus) -> None:
         self.bus, self.name = bus, bus.instance
-        self.deltas: list[TokenDelta] = []
-        self.reported: list[WorkerReported] = []
+        self.deltas, self.reported = list[TokenDelta](), list[WorkerReported]()
+        self.on_reported = self.reported.append
+        self.on_frame = lambda frame: self.deltas.extend(frame.deltas)
 
     async def listen(self) -> None:
         frames = Listener(subjects.tokens.to(self.name), TokenFrame, "on_frame")
         reports = Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported")
         await self.bus.attach((frames, reports), self)
 
-    def on_frame(self, frame: TokenFrame) -> None:
-        self.deltas += frame.deltas
-
-    def on_reported(self, report: WorkerReported) -> None:
-        self.reported.append(report)
-
     def tokens(self, name: SequenceRef) -> list[int]:
-        """Of its answer, as they came."""
-        return [
-            token for delta in self.deltas if delta.request_id == name.request_id for token in delta.tokens
-        ]
+        return [token for one in self.deltas if one.request_id == name.request_id for token in one.tokens]
 
     def end(self, name: SequenceRef) -> FinishReason | None:
         reasons = [delta.finish_reason for delta in self.deltas if delta.request_id == name.request_id]
         return next((reason for reason in reasons if reason is not None), None)
 
     def listed(self) -> dict[str, SequenceState]:
-        """As of the last heartbeat."""
         return {one.ref.request_id: one.state for one in self.reported[-1].sequences}
 
     async def fetch(self, name: SequenceRef, sender: str = "") -> TokenDelta | None:
@@ -101,16 +92,11 @@ class World:
     async def start(self, name: SequenceRef, gateway: User) -> None:
         """One plan that computes the whole answer."""
         self._seq += 1
-        plan = BatchPlan(
-            epoch=1,
-            seq=self._seq,
-            steps=TOKENS,
-            valid_for_s=PATIENCE_S,
-            starts=(spec(name, PROMPT, max_tokens=TOKENS, gateway_id=gateway.name),),
-            prefills=(prefill(name, 0, len(PROMPT), blocks=12),),
-            decodes=(decode(name, 12),),
-        )
-        await self.scheduler.publish(subjects.worker_plan(WORKER), plan)
+        starts = (spec(name, PROMPT, max_tokens=TOKENS, gateway_id=gateway.name),)
+        items: dict[str, Any] = {"prefills": (prefill(name, 0, len(PROMPT), blocks=12),)}
+        items |= {"starts": starts, "decodes": (decode(name, 12),)}
+        whole = plan(self._seq, steps=TOKENS, valid_for_s=PATIENCE_S, **items)
+        await self.scheduler.publish(subjects.worker_plan(WORKER), whole)
 
     async def ignored(self) -> int:
         """Commands that the worker was not to obey, as it counts them."""
@@ -129,9 +115,7 @@ async def world(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPa
         return compute(engine, rows)
 
     monkeypatch.setattr(TorchEngine, "step", slowly)
-    config = WorkerConfig(
-        instance=WORKER, model=str(model_folder), kv_blocks=60, block_tokens=4, heartbeat_s=0.05, host="here"
-    )
+    config = worker_config(model_folder)
     async with AsyncExitStack() as stack:
         access = await stack.enter_async_context(secured_server(tmp_path / "run", users=("gateway-1",)))
 

@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,20 +26,22 @@ from shared import subjects
 from shared.blocks import HASH_BYTES, chain, root
 from shared.bus import Bus, Listener
 from shared.errors import InternalError, InvalidRequest
-from shared.messages.base import Empty
+from shared.messages.base import Message
 from shared.messages.commands import TakeSnapshot
 from shared.messages.lending import AskTicket, BorrowReply, BulkTicket, Refusal
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.prefixes import FindPrefixes, ForgetPrefixes, PrefixesForgotten, WorkerPrefixes
-from shared.messages.reports import SequenceState, ServiceStatus, WorkerReported
+from shared.messages.reports import SequenceState, WorkerReported
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, pack_tokens
 from shared.messages.tokens import FetchedTokens, FetchTokens, TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.patience import PATIENCE_S
 from tests.services.worker.peers.lending.builders import borrow
+from tests.services.worker.test_engine_thread import CountingEngine
 from tests.shared.messages.builders import acknowledging, cancelling, decode, prefill, ref, spec
 
 T = TypeVar("T")
+A = TypeVar("A", bound=Message)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
@@ -48,25 +49,11 @@ class Peers:
     """Scheduler and gateway in one: keeps what the worker says, sends it plans and commands."""
 
     def __init__(self, bus: Bus, epoch: int = 3) -> None:
-        self.bus = bus
-        self.epoch = epoch
-        self.frames: list[TokenFrame] = []
-        self.stepped: list[WorkerStepped] = []
-        self.reported: list[WorkerReported] = []
-        self.cached: list[WorkerPrefixes] = []
-        self._seq = 0
-
-    def on_frame(self, frame: TokenFrame) -> None:
-        self.frames.append(frame)
-
-    def on_stepped(self, stepped: WorkerStepped) -> None:
-        self.stepped.append(stepped)
-
-    def on_reported(self, reported: WorkerReported) -> None:
-        self.reported.append(reported)
-
-    def on_cached(self, cached: WorkerPrefixes) -> None:
-        self.cached.append(cached)
+        self.bus, self.epoch, self._seq = bus, epoch, 0
+        self.frames, self.stepped = list[TokenFrame](), list[WorkerStepped]()
+        self.reported, self.cached = list[WorkerReported](), list[WorkerPrefixes]()
+        self.on_frame, self.on_stepped = self.frames.append, self.stepped.append
+        self.on_reported, self.on_cached = self.reported.append, self.cached.append
 
     @property
     def deltas(self) -> list[TokenDelta]:
@@ -87,31 +74,22 @@ class Peers:
         self, ref: SequenceRef, sampling: Sampling, steps: int, generated: Sequence[int] = ()
     ) -> None:
         start = msgspec.structs.replace(spec(ref, PROMPT, generated=list(generated)), sampling=sampling)
-        end = len(PROMPT) + len(generated)
-        await self.plan(
-            steps=steps,
-            starts=(start,),
-            prefills=(prefill(ref, 0, end, blocks=20),),
-            decodes=(decode(ref, 20),),
-        )
+        chunk = prefill(ref, 0, len(PROMPT) + len(generated), blocks=20)
+        await self.plan(steps=steps, starts=(start,), prefills=(chunk,), decodes=(decode(ref, 20),))
+
+    async def ask(self, subject: str, question: Message, answer: type[A]) -> A:
+        return await self.bus.request(subject, question, answer, deadline_s=PATIENCE_S)
 
     async def ended(self) -> None:
         """Until a sequence's last token is here."""
         await self.until(lambda: any(delta.finish_reason for delta in self.deltas))
 
     async def snapshot(self, epoch: int) -> WorkerReported:
-        subject, question = subjects.worker_snapshot("worker-0"), TakeSnapshot(epoch=epoch)
-        return await self.bus.request(subject, question, WorkerReported, deadline_s=PATIENCE_S)
-
-    async def status(self) -> ServiceStatus:
-        subject = subjects.status("worker")
-        (answer,) = await self.bus.gather(subject, Empty(), ServiceStatus, deadline_s=PATIENCE_S, expected=1)
-        return answer
+        return await self.ask(subjects.worker_snapshot("worker-0"), TakeSnapshot(epoch=epoch), WorkerReported)
 
     async def fetch(self, ref: SequenceRef, first_index: int) -> TokenDelta | None:
         request = FetchTokens(ref=ref, sender="gateway-0", first_index=first_index)
-        subject = subjects.worker_fetch("worker-0", "gateway-0")
-        return (await self.bus.request(subject, request, FetchedTokens, deadline_s=PATIENCE_S)).delta
+        return (await self.ask(subjects.worker_fetch("worker-0", "gateway-0"), request, FetchedTokens)).delta
 
     async def until(self, find: Callable[[], T | None]) -> T:
         """What `find` finds, as soon as it finds something."""
@@ -145,14 +123,12 @@ async def peers(connect_bus: ConnectBus) -> Peers:
 
 @pytest.fixture
 def config(model_folder: Path) -> WorkerConfig:
-    return WorkerConfig(
-        instance="worker-0",
-        model=str(model_folder),
-        kv_blocks=60,
-        block_tokens=4,
-        heartbeat_s=0.05,
-        host="here",
-    )
+    return worker_config(model_folder)
+
+
+def worker_config(model: Path) -> WorkerConfig:
+    sizes: dict[str, Any] = {"kv_blocks": 60, "block_tokens": 4, "heartbeat_s": 0.05}
+    return WorkerConfig(instance="worker-0", model=str(model), host="here", **sizes)
 
 
 @pytest_asyncio.fixture
@@ -204,18 +180,9 @@ async def test_an_end_is_listed_until_acknowledged(worker_bus: Bus, peers: Peers
 
 
 async def test_penalties_and_logprobs_go_on_over_a_resume(worker_bus: Bus, peers: Peers) -> None:
-    sampling = Sampling(
-        seed=5,
-        max_tokens=24,
-        temperature=1.5,
-        min_p=0.001,
-        min_tokens=20,
-        end_token_ids=tuple(range(0, 97, 3)),
-        repetition_penalty=1.2,
-        frequency_penalty=0.8,
-        presence_penalty=0.5,
-        top_logprobs=2,
-    )
+    penalties: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.8, "presence_penalty": 0.5}
+    rules: dict[str, Any] = {"min_p": 0.001, "min_tokens": 20, "end_token_ids": tuple(range(0, 97, 3))}
+    sampling = Sampling(seed=5, max_tokens=24, temperature=1.5, top_logprobs=2, **penalties, **rules)
     whole = ref("req_1")
     await peers.start_with(whole, sampling, steps=24)
     await peers.ended()
@@ -284,34 +251,17 @@ async def test_a_plan_that_comes_in_a_long_step_has_reached_the_worker(
     assert (snapshot.epoch, snapshot.plan_seq) == (peers.epoch, 0)
 
 
-class BrokenEngine:
-    """Computes nothing."""
-
-    vocabulary = 97
-    max_positions = 64
-    kv_blocks = 60
-    block_tokens = 4
-    weights = ""
-    prefill_tokens_per_s = 0.0
-
-    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        raise RuntimeError("as told")
-
-
-def _longer(peers: Peers, than: int) -> bool:
-    return len(peers.deltas) > than
-
-
 async def test_a_broken_engine_ends_the_worker(
     connect_bus: ConnectBus, config: WorkerConfig, peers: Peers
 ) -> None:
     bus = await connect_bus("worker", "worker-0")
-    serving_task = asyncio.create_task(Worker(bus, config, BrokenEngine()).serve())
+    serving_task = asyncio.create_task(Worker(bus, config, CountingEngine(broken=True)).serve())
     await peers.until(lambda: peers.reported)
-    for before in (0, 1):
-        await peers.start(f"req_{before}", steps=1)
-        await peers.until(partial(_longer, peers, before))
-    await peers.start("req_2", steps=1)
+    started: list[SequenceRef] = []
+    for name in ("req_1", "req_2"):
+        started.append(await peers.start(name, steps=1))
+        await peers.until(lambda: len(peers.deltas) >= len(started))
+    await peers.start("req_3", steps=1)
     with pytest.raises(InternalError, match="failed altogether"):
         await asyncio.wait_for(serving_task, PATIENCE_S)
     assert [delta.finish_reason for delta in peers.deltas] == [FinishReason.ERROR] * 2
@@ -344,9 +294,7 @@ async def test_what_is_cached_is_told_and_can_be_asked_for(worker_bus: Bus, peer
     names = chain(root(peers.reported[-1].fingerprint), pack_tokens(PROMPT), 4)
     assert told.seq == 1 and told.added.startswith(b"".join(names)) and set(told.tiers) == {0}
     question = FindPrefixes(incarnation=told.incarnation)
-    answer = await peers.bus.request(
-        subjects.worker_prefixes("worker-0"), question, WorkerPrefixes, deadline_s=PATIENCE_S
-    )
+    answer = await peers.ask(subjects.worker_prefixes("worker-0"), question, WorkerPrefixes)
     assert answer.added.startswith(told.added) and answer.seq >= 1
 
 
@@ -354,9 +302,8 @@ async def test_an_operator_empties_the_cache_through_a_gateway(worker_bus: Bus, 
     await peers.start("a", steps=3, max_tokens=3)
     told = await peers.until(lambda: peers.cached[0] if peers.cached else None)
     await peers.ended()
-    subject = subjects.worker_forget("worker-0", "gateway-0")
-    command = ForgetPrefixes(sender="gateway-0")
-    answer = await peers.bus.request(subject, command, PrefixesForgotten, deadline_s=PATIENCE_S)
+    subject, command = subjects.worker_forget("worker-0", "gateway-0"), ForgetPrefixes(sender="gateway-0")
+    answer = await peers.ask(subject, command, PrefixesForgotten)
     assert answer.blocks >= len(told.tiers) > 0
     gone = await peers.until(lambda: peers.cached[-1].removed)
     assert told.added[:HASH_BYTES] in [gone[at : at + HASH_BYTES] for at in range(0, len(gone), HASH_BYTES)]

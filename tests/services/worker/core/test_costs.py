@@ -3,6 +3,8 @@
 Kernel costs: newer machines are faster, and prefill is bound by arithmetic. The fit to live steps recovers
 what made them, and slopes are never negative."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,12 +17,9 @@ from services.worker.core.costs.linear import MeasuredStep, fit_linear
 def test_the_published_numbers() -> None:
     whole = OPT_13B_A100.step_s([(0, 1000)], 0, 0)
     assert whole == pytest.approx((22.05 + 0.1405 * 1000 + 8.08e-6 * 1e6) / 1e3, rel=1e-3)
-    assert OPT_13B_A100.step_s([], 64, 16_000) == pytest.approx(
-        (23.48 + 5.93e-4 * 16_000 + 0.0607 * 64) / 1e3, rel=1e-3
-    )
-    assert OPT_13B_A100.step_s([], 128, 16_000) == pytest.approx(
-        (20.21 + 4.91e-4 * 16_000 + 0.120 * 128) / 1e3, rel=1e-3
-    )
+    for rows, fixed, token, row in ((64, 23.48, 5.93e-4, 0.0607), (128, 20.21, 4.91e-4, 0.120)):
+        published = (fixed + token * 16_000 + row * rows) / 1e3
+        assert OPT_13B_A100.step_s([], rows, 16_000) == pytest.approx(published, rel=1e-3)
     assert OPT_13B_A100.step_s([], 0, 0) == 0.0
 
 
@@ -53,11 +52,8 @@ def test_a_long_prompt_costs_its_arithmetic() -> None:
 
 
 def steps(fixed_s: float, prefill_s: float, decode_s: float) -> list[MeasuredStep]:
-    return [
-        MeasuredStep(p, d, fixed_s + prefill_s * p + decode_s * d)
-        for p in (0, 16, 100, 300)
-        for d in range(1, 9)
-    ]
+    sizes = product((0, 16, 100, 300), range(1, 9))
+    return [MeasuredStep(p, d, fixed_s + prefill_s * p + decode_s * d) for p, d in sizes]
 
 
 @given(fixed=st.floats(1e-3, 1e-1), prefill=st.floats(0, 1e-3), decode=st.floats(0, 1e-2))

@@ -9,8 +9,6 @@ from typing import cast
 
 import msgspec
 import pytest
-import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +27,7 @@ from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.core.tier_copier import BlockMover
 from shared.messages.plans import BatchPlan, Preemption, PreemptMode, SkipReason
 from shared.messages.sequence import FinishReason
-from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY
+from tests.services.worker.conftest import VOCABULARY, new_model
 from tests.services.worker.kv.rig import flip_byte
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, DEVICE_BLOCKS, PrefixRig, make_engine
 from tests.shared.messages.builders import plan, prefill, ref, spec
@@ -116,16 +114,9 @@ def test_under_eviction_storms_and_damage_the_text_is_the_same(
     damage: list[tuple[bool, int]],
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        config = PrefixCacheConfig.model_validate(
-            {
-                "host_mb": 0,
-                "host_blocks": host_blocks,
-                "disk_mb": int(has_disk and host_blocks > 0),
-                "disk_path": folder,
-                "eviction": eviction,
-            }
-        )
-        rig = PrefixRig(engine, config)
+        tiers = {"host_mb": 0, "host_blocks": host_blocks, "eviction": eviction, "disk_path": folder}
+        tiers["disk_mb"] = int(has_disk and host_blocks > 0)
+        rig = PrefixRig(engine, PrefixCacheConfig.model_validate(tiers))
         for number, wave in enumerate(waves):
             assert rig.serve(wave, chunk=chunk) == answers.of(wave)
             rig.check_integrity()
@@ -159,7 +150,6 @@ def test_a_prompt_asked_again_leaves_its_last_block_to_be_computed(rig: PrefixRi
 
 
 def computed(rig: PrefixRig, message: BatchPlan) -> StepWork:
-    """The one step of a plan."""
     rig.core.on_plan(message, 0.0)
     work, _ = rig.begin_step(0.0)
     assert work is not None
@@ -271,10 +261,7 @@ def test_a_disk_tier_of_another_configuration_is_not_served(tmp_path: Path) -> N
     """A worker started anew after `rope_theta` was edited, with the weights as they were."""
 
     def engine(theta: float) -> TorchEngine:
-        torch.manual_seed(7)
-        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-        config = transformers.LlamaConfig(**(ARCHITECTURES["llama"][1] | rope))
-        model = transformers.LlamaForCausalLM(config)
+        model = new_model("llama", rope_parameters={"rope_type": "default", "rope_theta": theta})
         return TorchEngine(describe(model), kv_blocks=DEVICE_BLOCKS, block_tokens=BLOCK_TOKENS)
 
     prompt = [(7 * place) % 90 + 1 for place in range(30)]

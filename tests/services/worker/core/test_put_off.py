@@ -4,10 +4,8 @@ import pytest
 
 from services.worker.core.plans import StepWork
 from services.worker.core.prefixes import Prefixes
-from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
-from services.worker.core.sequences import SequenceLimits, SequenceTable
-from services.worker.core.steps import StepCore
+from services.worker.core.sequences import SequenceLimits
 from services.worker.kv.core.block_manager import Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.load_policy import CostGate
@@ -18,6 +16,7 @@ from shared.messages.commands import TakeSnapshot
 from shared.messages.plans import BatchPlan, PassedOver, StepOutcome, WorkerStepped
 from shared.messages.reports import SequenceState
 from shared.messages.sequence import FinishReason, SequenceRef, pack_tokens
+from tests.services.worker.builders import core_of
 from tests.services.worker.kv.rig import MemoryMover
 from tests.shared.messages.builders import BLOCK_TOKENS, decode, plan, prefill, ref, spec
 
@@ -36,26 +35,17 @@ class Bench:
         self.cache = PrefixCache(
             BlockPool(BLOCKS, BLOCK_TOKENS), Tiers(host_blocks=8), self.mover, CostGate()
         )
-        prefixes = Prefixes(self.cache, b"f")
-        self.table = SequenceTable(self.cache, LIMITS, prefixes)
-        self.core = StepCore(Identity("worker-0", 1, "model", 64, "host"), self.table)
+        self.core = core_of(self.cache, Prefixes(self.cache, b"f"), LIMITS)
+        self.table = self.core._table
         self.reports: list[WorkerStepped] = []
         self.now_s = 0.0
-        self._store(chain(root(b"f"), pack_tokens(KNOWN), BLOCK_TOKENS))
-
-    def _store(self, names: list[bytes]) -> None:
-        blocks = self.cache.allocate(len(names))
-        for at, (block, name) in enumerate(zip(blocks, names, strict=True)):
-            self.mover.device[block] = name
-            self.cache.publish(block, name, names[at - 1] if at else None)
-        self.cache.release(blocks)
+        self.mover.publish(self.cache, chain(root(b"f"), pack_tokens(KNOWN), BLOCK_TOKENS))
         self.cache.release(self.cache.allocate(BLOCKS))
 
     def send(self, message: BatchPlan) -> None:
         self.reports += self.core.on_plan(message, self.now_s).stepped
 
     def step(self) -> StepWork | None:
-        """One iteration, if there is something to compute."""
         work, effects = self.core.begin_step(self.now_s)
         self.reports += effects.stepped
         self.core.check_integrity()
@@ -92,15 +82,8 @@ def busy(bench: Bench) -> Bench:
     """`a` decodes, and `b` waits for its blocks."""
     bench.start(A, [50, 51], seq=1)
     assert bench.computed() == [("a", 0, 2)]
-    bench.send(
-        plan(
-            2,
-            steps=4,
-            starts=(spec(B, KNOWN),),
-            prefills=(prefill(B, 0, len(KNOWN)),),
-            decodes=(decode(A, 2),),
-        )
-    )
+    chunks = (prefill(B, 0, len(KNOWN)),)
+    bench.send(plan(2, steps=4, starts=(spec(B, KNOWN),), prefills=chunks, decodes=(decode(A, 2),)))
     assert bench.computed() == [("a", 2, 3)]
     return bench
 
@@ -126,24 +109,24 @@ def test_decodes_of_one_that_waits_are_passed_over_and_told_with_the_end_of_thei
     assert not any(report.skipped for report in busy.reports)
 
 
-def test_a_plan_of_which_all_wait_is_held_and_does_not_expire(bench: Bench) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_plan_of_which_all_wait_is_held_and_does_not_expire_unless_the_worker_was_frozen(
+    bench: Bench, is_frozen: bool
+) -> None:
     bench.start(B, KNOWN, seq=1)
     for _ in range(15):
         bench.now_s += 0.1
         assert bench.step() is None and bench.core.is_held and bench.core.has_plans
     assert [report.plan_over for report in bench.reports] == [False], "the promise, once"
+    if is_frozen:
+        bench.now_s += 60.0
+        bench.step()
+        assert StepOutcome.EXPIRED in [report.outcome for report in bench.reports]
+        return
     bench.end_load()
     bench.now_s += 4.0
     assert bench.computed() == [("b", 12, 14)] and not bench.core.is_held
     assert bench.reports[-1].plan_over and bench.reports[-1].passed == ()
-
-
-def test_a_frozen_worker_still_gives_up_the_plan_that_it_held(bench: Bench) -> None:
-    bench.start(B, KNOWN, seq=1)
-    assert bench.step() is None
-    bench.now_s += 60.0
-    bench.step()
-    assert StepOutcome.EXPIRED in [report.outcome for report in bench.reports]
 
 
 def test_a_later_plan_with_somebody_else_in_it_passes(bench: Bench) -> None:

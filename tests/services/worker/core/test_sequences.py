@@ -1,4 +1,7 @@
-"""By which rules the items of a plan apply, a sequence moves and tells of itself, and late tokens join it."""
+"""By which rules the items of a plan apply, a sequence moves and tells of itself, and late tokens join it.
+
+A sequence is its gateway's affair, and a scheduler's. Keeps a gateway that was taken over from reading,
+ending or having forgotten what others have submitted: their names stand in every heartbeat."""
 
 from typing import Any
 
@@ -7,18 +10,28 @@ import pytest
 
 from services.worker.core.late_tokens import MOST_SEQUENCES, MOST_TOKENS, Latecomers
 from services.worker.core.plans import PutOff, WorkItem
-from services.worker.core.reports import Identity
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
 from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceTable
-from services.worker.core.steps import StepCore
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool
+from shared.errors import ForeignSequence, InvalidRequest
+from shared.messages.commands import CancelSequence
 from shared.messages.plans import Decode, PrefillChunk, ShortStart, SkipReason
-from shared.messages.reports import SequenceState
-from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec, pack_tokens
-from tests.services.worker.builders import LIMITS
-from tests.shared.messages.builders import BLOCK_TOKENS, decode, plan, prefill, ref, spec
+from shared.messages.reports import GatewayReported, SequenceReport, SequenceState
+from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec, heir_digest_of, pack_tokens
+from shared.messages.tokens import ExtendSequence, FetchTokens
+from tests.services.worker.builders import LIMITS, core_of
+from tests.shared.messages.builders import (
+    BLOCK_TOKENS,
+    acknowledging,
+    cancelling,
+    decode,
+    plan,
+    prefill,
+    ref,
+    spec,
+)
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 
@@ -103,25 +116,6 @@ def test_a_start_is_idempotent_and_a_higher_attempt_replaces(table: SequenceTabl
     assert start(table, spec(ref(attempt=1), PROMPT)) == [SkipReason.UNKNOWN]
 
 
-def test_a_cancel_that_overtakes_the_start_holds(table: SequenceTable) -> None:
-    table.cancel(ref(attempt=2), FinishReason.CANCELLED, 0.0, "gateway-0")
-    assert start(table, spec(ref(attempt=1), PROMPT)) == [SkipReason.UNKNOWN]
-    assert start(table, spec(ref(attempt=2), PROMPT)) == [SkipReason.UNKNOWN]
-    assert start(table, spec(ref(attempt=3), PROMPT)) == []
-    table.cancel(ref(attempt=2), FinishReason.CANCELLED, 0.0, "gateway-0")
-    assert table.find(ref(attempt=3)) is not None
-
-
-def test_preemption_frees_blocks_and_keeps_tokens(table: SequenceTable) -> None:
-    start(table, spec(ref(), PROMPT))
-    run(table, prefill(ref(), 0, 6))
-    assert table.apply_plan(plan(2, preempt=(ref(), ref("other"))), 0.0)[0].ref == ref("other")
-    table.check_integrity()
-    assert state_of(table, ref()) == (SequenceState.WAITING, 0, 1) and table.pool.free_blocks == 8
-    assert run(table, prefill(ref(), 0, 7)) is None
-    assert state_of(table, ref()) == (SequenceState.DECODING, 7, 2)
-
-
 @pytest.mark.parametrize(("token", "reason"), [(9, FinishReason.STOP), (FAILED.token, FinishReason.ERROR)])
 def test_an_end_frees_blocks_and_is_kept_until_acknowledged(
     table: SequenceTable, token: int, reason: FinishReason
@@ -159,41 +153,29 @@ def test_an_end_nobody_acknowledges_is_forgotten_in_time(table: SequenceTable) -
     assert table.reports(65.5) == ()
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        (spec(ref(), []), FinishReason.ERROR),
-        (spec(ref(), [100]), FinishReason.ERROR),
-        (spec(ref(), [1], generated=[4_000_000_000]), FinishReason.ERROR),
-        (spec(ref(), [1] * 64), FinishReason.ERROR),
-        (spec(ref(), [1], generated=[2, 3], max_tokens=2), FinishReason.LENGTH),
-        (spec(ref(), [1], generated=[2, 9], end_token_ids=(9,)), FinishReason.STOP),
-    ],
-)
+def wishing(**wish: Any) -> SequenceSpec:
+    source = spec(ref(), PROMPT)
+    return msgspec.structs.replace(source, sampling=msgspec.structs.replace(source.sampling, **wish))
+
+
+ERRORS = [spec(ref(), []), spec(ref(), [100]), spec(ref(), [1] * 64)]
+ERRORS += [spec(ref(), [1], generated=[4_000_000_000])]
+ERRORS += [wishing(forced=pack_tokens([5, 100])), wishing(logit_bias=((5, 1.0), (100, 1.0)))]
+ERRORS += [wishing(allowed_token_ids=(5, 100)), wishing(bad_words=((5,), (5, 100)))]
+OVER = [
+    *((source, FinishReason.ERROR) for source in ERRORS),
+    (spec(ref(), [1], generated=[2, 3], max_tokens=2), FinishReason.LENGTH),
+    (spec(ref(), [1], generated=[2, 9], end_token_ids=(9,)), FinishReason.STOP),
+]
+
+
+@pytest.mark.parametrize(("source", "reason"), OVER)
 def test_a_start_that_leaves_nothing_to_compute_ends_at_once(
     table: SequenceTable, source: SequenceSpec, reason: FinishReason
 ) -> None:
+    """So does a wish for tokens that the model has not: it would fail the step of all that run beside it."""
     assert start(table, source) == []
     assert [held.finish_reason for held in table.take_ended()] == [reason]
-
-
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {"forced": pack_tokens([5, 100])},
-        {"logit_bias": ((5, 1.0), (100, 1.0))},
-        {"allowed_token_ids": (5, 100)},
-        {"bad_words": ((5,), (5, 100))},
-    ],
-)
-def test_wishes_for_tokens_that_the_model_has_not_end_at_once(
-    table: SequenceTable, wish: dict[str, Any]
-) -> None:
-    """Keeps one from failing the step of all that run beside it."""
-    source = spec(ref(), PROMPT)
-    source = msgspec.structs.replace(source, sampling=msgspec.structs.replace(source.sampling, **wish))
-    assert start(table, source) == []
-    assert [held.finish_reason for held in table.take_ended()] == [FinishReason.ERROR]
 
 
 def test_sequences_of_an_earlier_incarnation_of_their_gateway_go(table: SequenceTable) -> None:
@@ -210,12 +192,17 @@ def test_sequences_of_an_earlier_incarnation_of_their_gateway_go(table: Sequence
     assert [report.ref.request_id for report in table.reports(0.1)] == ["b", "c"]
 
 
-def test_a_buried_attempt_keeps_lower_ones_away_and_no_higher_one_for_a_while(table: SequenceTable) -> None:
+def test_a_cancelled_attempt_keeps_lower_ones_away_and_no_higher_one_for_a_while(
+    table: SequenceTable,
+) -> None:
+    """Also one whose cancel overtakes its start."""
     for attempt in (2, 1):
         table.cancel(ref("a", attempt=attempt), FinishReason.CANCELLED, float(attempt), "gateway-0")
     for attempt in (1, 2):
         assert start(table, spec(ref("a", attempt=attempt), PROMPT)) == [SkipReason.UNKNOWN]
     assert start(table, spec(ref("a", attempt=3), PROMPT)) == []
+    table.cancel(ref("a", attempt=2), FinishReason.CANCELLED, 3.0, "gateway-0")
+    assert table.find(ref("a", attempt=3)) is not None
     table.cancel(ref("b"), FinishReason.CANCELLED, 3.0, "gateway-0")
     table.tick(LIMITS.end_retention_s + 3.5)
     assert start(table, spec(ref("b"), PROMPT)) == []
@@ -239,39 +226,15 @@ def test_a_rehearsal_may_be_among_those_whose_creditor_is_lost() -> None:
     """It is forgotten with its end, while all that are held are looked through."""
     pool = ExtendedPool(BlockPool(1, BLOCK_TOKENS), 1)
     pool.admit([1, 2, 3, 4])
-    core = StepCore(Identity("worker-0", 1, "model", 64, "host"), SequenceTable(pool, LIMITS))
-    quiet, loud = ref("r~1"), ref("r")
-    prompt = [1, 2, 3, 4, 5, 6]
-    starts = (spec(quiet, prompt, rehearsal=True), spec(loud, prompt))
-    core.on_plan(plan(1, starts=starts, prefills=(prefill(quiet, 0, 6), prefill(loud, 0, 6))), 0.0)
+    core, names = core_of(pool), (ref("r~1"), ref("r"))
+    starts = tuple(spec(name, PROMPT, rehearsal="~" in name.request_id) for name in names)
+    core.on_plan(plan(1, starts=starts, prefills=tuple(prefill(name, 0, 6) for name in names)), 0.0)
     work, _ = core.begin_step(0.0)
     assert work is not None and len(work.items) == 2
     core.on_kv_lost([1, 2, 3, 4], 0.0)
     core.check_integrity()
     assert [one.ref.request_id for one in core.report(0.0).sequences] == ["r"]
     assert pool.borrowed_blocks == 0
-
-
-def held(source: SequenceSpec, max_context_tokens: int = 64) -> HeldSequence:
-    return HeldSequence.from_spec(source, max_context_tokens, now_s=100.0)
-
-
-@pytest.mark.parametrize(
-    ("generated", "max_tokens", "max_context_tokens", "reason"),
-    [
-        ([], 4, 64, None),
-        ([5, 6], 4, 64, None),
-        ([5, 9], 4, 64, FinishReason.STOP),
-        ([5, 6, 7, 8], 4, 64, FinishReason.LENGTH),
-        ([5, 6, 7, 9], 4, 64, FinishReason.STOP),
-        ([5], 40, 4, FinishReason.LENGTH),
-    ],
-)
-def test_an_answer_is_due_at_its_end_token_or_limit(
-    generated: list[int], max_tokens: int, max_context_tokens: int, reason: FinishReason | None
-) -> None:
-    source = spec(ref(), [9, 1, 2], generated=generated, max_tokens=max_tokens, end_token_ids=(9,))
-    assert held(source, max_context_tokens).due_reason() is reason
 
 
 def waiting(open_tokens: int) -> HeldSequence:
@@ -315,3 +278,136 @@ def test_who_has_waited_for_long_takes_no_more() -> None:
     assert sequence.open_tokens == 4
     late.tick([sequence], 1.1)
     assert sequence.open_tokens == 0 and len(late.take_shorts()) == 1
+
+
+ASKED = [1, 2, 3]
+OTHER = "gateway-1"
+
+
+class Desk:
+    """A worker's core that has taken up some plans."""
+
+    def __init__(self) -> None:
+        self.core = core_of(32)
+        self._seq = 0
+
+    def start(self, *specs: SequenceSpec) -> list[tuple[SequenceRef, SkipReason]]:
+        """A plan with these starts, and a step that computes their prompts; what of it was skipped."""
+        self._seq += 1
+        ends = {one.ref: one.prompt_tokens + one.generated_tokens + one.open_tokens for one in specs}
+        chunks = tuple(prefill(name, 0, end) for name, end in ends.items())
+        stepped = self.core.on_plan(plan(self._seq, starts=specs, prefills=chunks), 0.0).stepped
+        work, effects = self.core.begin_step(0.0)
+        stepped += effects.stepped
+        if work is not None:
+            stepped += self.core.finish_step(work, [Sampled(7)] * len(work.items), 0.0, 0.1).stepped
+        self.core.check_integrity()
+        return [(item.ref, item.reason) for event in stepped for item in event.skipped]
+
+    def held(self) -> dict[str, SequenceReport]:
+        return {one.ref.request_id: one for one in self.core.report(0.0).sequences}
+
+    def tokens(
+        self, name: SequenceRef, sender: str = "gateway-0", key: bytes = b""
+    ) -> tuple[int, ...] | None:
+        asked = FetchTokens(ref=name, sender=sender, first_index=0, heir_key=key)
+        delta = self.core.on_fetch(asked).delta
+        return None if delta is None else delta.tokens
+
+
+def extending(name: SequenceRef, *tokens: int, first: int = 0, sender: str = "gateway-0") -> ExtendSequence:
+    return ExtendSequence(ref=name, sender=sender, first_index=first, tokens=tokens)
+
+
+def test_who_may_ask_for_a_sequence_of_the_first_gateway() -> None:
+    held = HeldSequence.from_spec(spec(ref(), ASKED), 64, 0.0)
+    others = "gateway-1 gateway-00 worker-0 placement-0 scheduler schedulers-0 x".split()
+    assert all(map(held.may_be_used_by, ("gateway-0", "scheduler-0", "scheduler-spare")))
+    assert not any(map(held.may_be_used_by, others))
+
+
+def test_a_gateway_s_word_counts_for_its_own_and_a_scheduler_s_for_all() -> None:
+    desk, (a, b, c) = Desk(), map(ref, "abc")
+    desk.start(spec(a, ASKED), spec(b, ASKED, gateway_id=OTHER), spec(c, ASKED))
+    assert desk.tokens(a) == desk.tokens(a, "scheduler-0") == desk.tokens(b, OTHER) == (7,)
+    desk.core.on_cancel(cancelling(a), 0.0)
+    desk.core.on_cancel(CancelSequence(ref=b, sender="scheduler-0", gateway_id=OTHER), 0.0)
+    desk.core.on_cancel(cancelling(c, "scheduler-0"), 0.0)
+    assert desk.held() == {}
+
+
+def test_of_ends_that_are_acknowledged_together_the_own_ones_are_forgotten() -> None:
+    desk, owners = Desk(), {"a": "gateway-0", "b": OTHER, "c": "gateway-0"}
+    desk.start(*(spec(ref(name), ASKED, max_tokens=1, gateway_id=owner) for name, owner in owners.items()))
+    with pytest.raises(ForeignSequence, match="b/0#1"):
+        desk.core.on_acknowledge(acknowledging(*map(ref, owners)), 0.0)
+    assert set(desk.held()) == {"b"}
+
+
+@pytest.mark.parametrize(
+    "cancel", [cancelling(ref()), CancelSequence(ref=ref(), sender="scheduler-0", gateway_id="gateway-0")]
+)
+def test_a_cancel_before_the_start_holds_for_its_gateway_alone(cancel: CancelSequence) -> None:
+    """Keeps a gateway from stopping another's sequence whose name it knew before its worker did."""
+    desk = Desk()
+    desk.core.on_cancel(cancel, 0.0)
+    assert desk.start(spec(ref(), ASKED))[0] == (ref(), SkipReason.UNKNOWN)
+    assert desk.start(spec(ref(), ASKED, gateway_id=OTHER)) == []
+    assert desk.tokens(ref(), OTHER) == (7,)
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_a_start_under_a_name_that_another_s_has_is_skipped(attempt: int, max_tokens: int) -> None:
+    desk = Desk()
+    desk.start(spec(ref(), ASKED, max_tokens=max_tokens))
+    skipped = desk.start(spec(ref(attempt=attempt), [5, 5], gateway_id=OTHER))
+    assert (ref(attempt=attempt), SkipReason.UNKNOWN) in skipped
+    assert desk.held()["r"].gateway_id == "gateway-0" and desk.tokens(ref()) == (7,)
+
+
+def test_tokens_that_another_gateway_sends_ahead_of_a_start_are_not_joined() -> None:
+    """Keeps a gateway from writing into the answer of a sequence that is about to change workers."""
+    desk = Desk()
+    desk.core.on_extend(extending(ref(), 66, 67, sender=OTHER))
+    desk.core.on_extend(extending(ref(), 10, 11))
+    desk.core.on_extend(extending(ref("s"), 66, 67, sender=OTHER))
+    for name in (ref(), ref("s")):
+        desk.start(spec(name, ASKED, open_tokens=2))
+    assert desk.tokens(ref()) == (10, 11, 7) and 66 not in (desk.tokens(ref("s")) or ())
+
+
+def test_late_tokens_that_the_model_has_not_are_refused_before_they_are_joined() -> None:
+    """Keeps one from failing the step of all that run beside it."""
+    desk = Desk()
+    with pytest.raises(InvalidRequest, match="outside the model's vocabulary"):
+        desk.core.on_extend(extending(ref(), 10, LIMITS.vocabulary))
+    desk.start(spec(ref(), ASKED, open_tokens=2))
+    assert 10 not in (desk.tokens(ref()) or ())
+
+
+def test_an_heir_reads_and_ends_what_it_takes_over() -> None:
+    """Who shows the key that its gateway gave away; nobody else, and nothing that has no heir."""
+    desk, key = Desk(), b"key of the heir"
+    desk.start(spec(ref("a"), ASKED, heir_digest=heir_digest_of(key)), spec(ref("b"), ASKED))
+    assert desk.held()["a"].heir_of == 1 and desk.held()["b"].heir_of == 0
+    for name, shown in (("a", b""), ("a", b"another"), ("b", key), ("b", b"")):
+        with pytest.raises(ForeignSequence):
+            desk.tokens(ref(name), OTHER, shown)
+        with pytest.raises(ForeignSequence):
+            desk.core.on_cancel(CancelSequence(ref=ref(name), sender=OTHER, heir_key=shown), 0.0)
+    assert desk.tokens(ref("a"), OTHER, key) == (7,)
+    desk.core.on_cancel(CancelSequence(ref=ref("a"), sender=OTHER, heir_key=key), 0.0)
+    assert set(desk.held()) == {"b"}
+
+
+def test_what_has_an_heir_waits_for_it_when_its_gateway_starts_anew() -> None:
+    desk, anew = Desk(), GatewayReported(gateway_id="gateway-0", incarnation=2)
+    desk.start(spec(ref("a"), ASKED, heir_digest=heir_digest_of(b"key")), spec(ref("b"), ASKED))
+    desk.core.on_gateway(anew, 1.0)
+    desk.core.on_tick(0.9 + LIMITS.gateway_timeout_s)
+    assert set(desk.held()) == {"a"} and desk.held()["a"].state is SequenceState.DECODING
+    desk.core.on_gateway(anew, 1.0 + LIMITS.gateway_timeout_s)
+    desk.core.on_tick(1.1 + LIMITS.gateway_timeout_s)
+    assert not desk.held()
+    desk.core.check_integrity()

@@ -10,18 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.plans import WorkItem
-from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
-from services.worker.core.sequences import SequenceTable
 from services.worker.core.steps import StepCore, StepEffects
-from services.worker.kv.core.block_pool import BlockPool
 from shared.errors import ForeignSequence, StaleEpoch
 from shared.messages.commands import TakeSnapshot
-from shared.messages.plans import BatchPlan, SkipReason, StepOutcome, WorkerStepped
+from shared.messages.plans import BatchPlan, SkipReason, WorkerStepped
 from shared.messages.reports import SequenceState, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceRef
 from shared.messages.tokens import ExtendSequence, FetchTokens, TokenDelta
-from tests.services.worker.builders import LIMITS
+from tests.services.worker.builders import core_of
 from tests.shared.messages.builders import (
     BLOCK_TOKENS,
     acknowledging,
@@ -55,12 +52,7 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 class Bench:
     """A core, a pretended engine whose KV is the tokens themselves, and everything that was sent."""
 
-    core: StepCore = field(
-        default_factory=lambda: StepCore(
-            Identity("worker-0", 1, "model", 64, "host"),
-            SequenceTable(BlockPool(BLOCKS, BLOCK_TOKENS), LIMITS),
-        )
-    )
+    core: StepCore = field(default_factory=lambda: core_of(BLOCKS))
     now_s: float = 0.0
     kv: dict[int, int] = field(default_factory=dict)
     stepped: list[WorkerStepped] = field(default_factory=list)
@@ -119,27 +111,10 @@ class Bench:
     def report(self) -> WorkerReported:
         return self.core.report(self.now_s)
 
-    def states(self) -> dict[SequenceRef, SequenceState]:
-        return {report.ref: report.state for report in self.report().sequences}
-
 
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
-
-
-def test_one_plan_of_several_steps(bench: Bench) -> None:
-    prompt = [1, 2, 3, 4, 5]
-    bench.start(prompt, steps=4)
-    bench.run()
-    assert bench.answers[ref()] == continuation(prompt, 4)
-    assert [(r.steps_done, r.plan_over, r.prefilled_tokens, r.decoded_tokens) for r in bench.stepped] == [
-        (1, False, 5, 0),
-        (2, False, 0, 1),
-        (3, False, 0, 1),
-        (4, True, 0, 1),
-    ]
-    assert all(r.skipped == () and r.outcome is StepOutcome.RAN for r in bench.stepped)
 
 
 def test_a_plan_is_over_when_nothing_of_it_is_left(bench: Bench) -> None:
@@ -154,35 +129,20 @@ def test_a_plan_is_over_when_nothing_of_it_is_left(bench: Bench) -> None:
 
 
 def test_a_skip_is_reported_once_per_plan(bench: Bench) -> None:
-    source = spec(ref(), [1, 2, 3])
-    bench.send(
-        plan(
-            1,
-            steps=4,
-            starts=(source,),
-            prefills=(prefill(ref(), 0, 3), prefill(ref("other"), 0, 3)),
-            decodes=(decode(ref(), 1), decode(ref("third"), 1)),
-        )
-    )
+    chunks = prefill(ref(), 0, 3), prefill(ref("other"), 0, 3)
+    decodes = decode(ref(), 1), decode(ref("third"), 1)
+    bench.send(plan(1, steps=4, starts=(spec(ref(), [1, 2, 3]),), prefills=chunks, decodes=decodes))
     bench.run()
     skips = [(item.ref.request_id, item.reason) for report in bench.stepped for item in report.skipped]
-    assert skips == [
-        ("other", SkipReason.UNKNOWN),
-        ("third", SkipReason.UNKNOWN),
-        ("r", SkipReason.EXHAUSTED),
-    ]
+    unknown = SkipReason.UNKNOWN
+    assert skips == [("other", unknown), ("third", unknown), ("r", SkipReason.EXHAUSTED)]
     assert bench.stepped[-1].plan_over and len(bench.answers[ref()]) == 2
 
 
-def rehearse(bench: Bench) -> None:
-    """Three of five tokens."""
+def test_a_rehearsal_is_computed_and_nobody_but_the_scheduler_hears_of_it(bench: Bench) -> None:
     quiet = spec(ref("r~1"), [1, 2, 3, 4, 5], max_tokens=1, rehearsal=True)
     bench.send(plan(1, starts=(quiet,), prefills=(prefill(ref("r~1"), 0, 3),)))
     assert bench.step()
-
-
-def test_a_rehearsal_is_computed_and_nobody_but_the_scheduler_hears_of_it(bench: Bench) -> None:
-    rehearse(bench)
     (listed,) = bench.report().sequences
     assert (listed.ref, listed.gateway_id) == (ref("r~1"), ""), "no gateway takes it for its own"
     bench.send(plan(2, prefills=(prefill(ref("r~1"), 3, 5),)))
@@ -203,43 +163,6 @@ def test_a_cancel_between_the_steps_frees_blocks_before_the_next(bench: Bench) -
     assert (last.plan_over, last.skipped, last.free_blocks) == (True, (), BLOCKS)
     assert [(ended.ref, ended.finish_reason) for ended in last.ended] == [(ref(), FinishReason.CANCELLED)]
     assert bench.ends == {}
-
-
-def test_a_superseding_plan_starts_at_the_next_boundary(bench: Bench) -> None:
-    bench.start([1, 2])
-    bench.step()
-    late = spec(ref("late"), [3, 4])
-    bench.send(
-        plan(
-            2,
-            supersedes=True,
-            starts=(late,),
-            prefills=(prefill(ref("late"), 0, 2),),
-            decodes=(decode(ref(), 4),),
-        )
-    )
-    assert (bench.stepped[-1].outcome, bench.stepped[-1].steps_done) == (StepOutcome.SUPERSEDED, 1)
-    bench.step()
-    assert bench.answers == {ref(): continuation([1, 2], 2), ref("late"): continuation([3, 4], 1)}
-
-
-def test_a_sequence_resumed_elsewhere_goes_on_where_it_was(bench: Bench) -> None:
-    prompt = [1, 2, 3]
-    whole = continuation(prompt, 6)
-    source = spec(ref(attempt=2), prompt, generated=whole[:4], max_tokens=6)
-    bench.answers[ref(attempt=2)] = whole[:4]
-    chunk = prefill(ref(attempt=2), 0, 7)
-    bench.send(plan(1, steps=2, starts=(source,), prefills=(chunk,), decodes=(decode(ref(attempt=2), 3),)))
-    bench.run()
-    assert bench.answers[ref(attempt=2)] == whole and bench.ends[ref(attempt=2)] is FinishReason.LENGTH
-
-
-def test_a_frozen_worker_finds_its_plans_expired(bench: Bench) -> None:
-    bench.send(plan(1, valid_for_s=5.0, starts=(spec(ref(), [1, 2]),), prefills=(prefill(ref(), 0, 2),)))
-    bench.now_s += 30.0
-    assert not bench.step()
-    assert [(r.outcome, r.plan_over, r.steps_done) for r in bench.stepped] == [(StepOutcome.EXPIRED, True, 0)]
-    assert bench.states() == {}
 
 
 def test_a_snapshot_gives_up_plans_and_numbers_go_on(bench: Bench) -> None:
@@ -265,14 +188,12 @@ def test_an_end_at_the_start_is_told_to_gateway_and_scheduler(bench: Bench) -> N
 NAMES = ("a", "b", "c", "d", "e")
 
 
-@st.composite
-def actions(draw: st.DrawFn) -> list[tuple[str, str, int, int]]:
-    kind = st.sampled_from(
-        ["plan", "plan", "plan", "step", "step", "cancel", "ack", "snapshot", "wait", "restart"]
-    )
-    return draw(
-        st.lists(st.tuples(kind, st.sampled_from(NAMES), st.integers(0, 9), st.integers(0, 9)), max_size=60)
-    )
+KINDS = "plan plan plan step step cancel ack snapshot wait restart".split()
+SCRIPTS = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES), st.integers(0, 9), st.integers(0, 9)),
+    max_size=60,
+)
+Script = list[tuple[str, str, int, int]]
 
 
 class RandomScheduler:
@@ -361,10 +282,8 @@ def foreign_words(draw: st.DrawFn) -> Word:
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(actions())
-def test_whatever_is_planned_tokens_are_right_and_blocks_conserved(
-    script: list[tuple[str, str, int, int]],
-) -> None:
+@given(SCRIPTS)
+def test_whatever_is_planned_tokens_are_right_and_blocks_conserved(script: Script) -> None:
     bench = Bench()
     scheduler = RandomScheduler(bench)
     for action in script:
@@ -382,10 +301,8 @@ def test_whatever_is_planned_tokens_are_right_and_blocks_conserved(
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-@given(actions(), st.lists(foreign_words(), min_size=1, max_size=6))
-def test_what_another_gateway_says_in_between_changes_nothing(
-    script: list[tuple[str, str, int, int]], words: list[Word]
-) -> None:
+@given(SCRIPTS, st.lists(foreign_words(), min_size=1, max_size=6))
+def test_what_another_gateway_says_in_between_changes_nothing(script: Script, words: list[Word]) -> None:
     """Of one gateway's sequences, and whatever they are doing; nor is any of it told."""
     quiet, disturbed = Bench(), Bench()
     plainly, under_noise = RandomScheduler(quiet), RandomScheduler(disturbed)
@@ -425,18 +342,15 @@ def test_ends_and_skips_are_reported_in_quiet_steps_too(bench: Bench) -> None:
     assert [end.ref for end in reports[1].ended] == [ref("a")]
 
 
-def test_hidden_states_of_answers_that_go_on_are_handed_over() -> None:
+def test_hidden_states_of_answers_that_go_on_are_handed_over(bench: Bench) -> None:
     """With the token that they came with counted; none of an answer that is over."""
-    bench = Bench()
-    started = spec(ref("a"), [5, 6, 7], max_tokens=3)
-    bench.core.on_plan(plan(1, starts=(started,), prefills=(prefill(ref("a"), 0, 3),)), 0.0)
-    bench.core.on_plan(plan(2, decodes=(decode(ref("a"), 2),), steps=2), 0.0)
+    bench.start([5, 6, 7], max_tokens=3)
     told = []
     for index in range(3):
         work, _ = bench.core.begin_step(0.0)
         assert work is not None
-        effects = bench.core.finish_step(work, [Sampled(9 + index, state=b"\x00\x3c")], 0.0, 0.0)
-        told.append(effects.observed)
+        sampled = Sampled(9 + index, state=b"\x00\x3c")
+        told.append(bench.core.finish_step(work, [sampled], 0.0, 0.0).observed)
     assert told[2] is None, "it is over"
     seen = [(one.states[0].generated_tokens, one.states[0].prompt_tokens) for one in told[:2] if one]
     assert seen == [(1, 3), (2, 3)]

@@ -26,7 +26,6 @@ def names_of(tokens: bytes) -> list[BlockHash]:
 
 
 def flip_byte(path: Path, at: int, mask: int = 1) -> None:
-    """Changes one byte of a file."""
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -64,7 +63,6 @@ class MemoryMover:
         return True
 
     def load(self, loads: Sequence[Load]) -> Loaded:
-        """What becomes of a load, as things are now."""
         for done, load in enumerate(loads):
             if done >= self.abandon_after:
                 return Loaded(done, wasted_s=0.06)
@@ -110,6 +108,15 @@ class MemoryMover:
             return False
         self.reads.append((place, target, name, ended))
         return True
+
+    def publish(self, cache: PrefixCache, names: Sequence[BlockHash]) -> list[int]:
+        """Blocks of a prompt that somebody has computed, and uses no more."""
+        blocks = cache.allocate(len(names))
+        for block, name, parent in zip(blocks, names, [None, *names], strict=False):
+            self.device[block] = name
+            assert cache.publish(block, name, parent)
+        cache.release(blocks)
+        return blocks
 
 
 class Rig:
@@ -176,6 +183,8 @@ class Rig:
 
     def end_shadows(self, blocks: int) -> None:
         """So many of the last that are on their way arrive, at most; the link breaks then."""
+        if not self.shadowing:
+            return
         names, before, places = self.shadowing.pop()
         came = names[: min(blocks, len(places))]
         for place, name in zip(places, came, strict=False):
@@ -184,7 +193,6 @@ class Rig:
         self.cache.shadows.fill(places, came, before, self.now_s)
 
     def acquire(self, names: list[BlockHash], most_blocks: int) -> Hit:
-        """A hit that was waited for."""
         hit = self.cache.acquire(names, most_blocks)
         if hit.awaited is None:
             return hit
@@ -210,8 +218,9 @@ class Rig:
 
     def go_on(self, at: int) -> None:
         """One of those that wait does so no longer, whether its blocks are there or not."""
-        names, blocks, awaited = self.waiting.pop(at % len(self.waiting))
-        self._go_on(names, [*blocks, *self.cache.collect(awaited).blocks])
+        if self.waiting:
+            names, blocks, awaited = self.waiting.pop(at % len(self.waiting))
+            self._go_on(names, [*blocks, *self.cache.collect(awaited).blocks])
 
     def _go_on(self, names: list[BlockHash], blocks: list[int]) -> None:
         for block, name in zip(blocks, names, strict=False):
@@ -235,20 +244,24 @@ class Rig:
 
     def end(self, at: int, *, is_kept: bool = False) -> None:
         """One of those that run gives its blocks back; kept on the host, if it will return."""
+        if not self.held:
+            return
         names, blocks = self.names.pop(at % len(self.held)), self.held.pop(at % len(self.held))
         if is_kept:
             own = first_borrowed(block_table(blocks), self.blocks.own_blocks)
             self.kept.append(self.cache.keep(names[:own]))
         self.blocks.release(blocks)
 
+    def unkeep(self, at: int) -> None:
+        if self.kept:
+            self.cache.unkeep(self.kept.pop(at % len(self.kept)))
+
     def borrow(self, blocks: int) -> None:
-        """They are empty."""
         self.blocks.admit(range(self._borrowed, self._borrowed + blocks))
         self._borrowed += blocks
 
     @property
     def _all_borrowed(self) -> range:
-        """Ever."""
         return range(self.blocks.own_blocks, self._borrowed)
 
     def lose(self, count: int) -> None:
@@ -291,12 +304,10 @@ class Rig:
         self._apart = []
 
     def move(self, moves: Mapping[int, int]) -> None:
-        """Blocks are called otherwise."""
         for blocks in (*self.held, *(blocks for _, blocks, _ in self.waiting)):
             blocks[:] = [moves.get(block, block) for block in blocks]
 
     def settle(self, *, ok: bool) -> None:
-        """Copies in flight end."""
         self.end_loads()
         self.end_stores(ok=ok)
         self.end_disk_copies(ok=ok)
