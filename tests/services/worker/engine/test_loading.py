@@ -18,7 +18,14 @@ from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe, layout_name, load, model_digest
 from shared.errors import ConfigError
-from tests.services.worker.conftest import ARCHITECTURES, MAX_POSITIONS, VOCABULARY, ModelFactory, build_model
+from tests.services.worker.conftest import (
+    ARCHITECTURES,
+    MAX_POSITIONS,
+    VOCABULARY,
+    ModelFactory,
+    build_model,
+    new_model,
+)
 from tests.services.worker.prefix_rig import make_engine
 from tests.stack.running import TINY_CHAT
 
@@ -77,17 +84,9 @@ def test_context_is_limited_to_what_is_computed_exactly() -> None:
     settings = ARCHITECTURES["llama"][1] | {"intermediate_size_mlp": 48, "num_local_experts": 2}
     chunked = transformers.Llama4TextConfig(**settings, attention_chunk_size=40)
     assert describe(transformers.Llama4ForCausalLM(chunked)).max_positions == 40
-    scaled = transformers.LlamaConfig(
-        **ARCHITECTURES["llama"][1],
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 64,
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
-        },
-    )
-    assert describe(transformers.LlamaForCausalLM(scaled)).max_positions == 64
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    assert describe(new_model("llama", rope_parameters=rope)).max_positions == 64
 
 
 def test_equal_weights_have_one_digest_and_one_changed_number_another() -> None:
@@ -109,16 +108,12 @@ OTHER_KV: list[dict[str, Any]] = [
 """Of a configuration: what changes KV and no weight."""
 
 
-def llama(**changed: Any) -> Any:
-    torch.manual_seed(7)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(ARCHITECTURES["llama"][1] | changed)))
-
-
 @pytest.mark.parametrize("changed", OTHER_KV, ids=str)
 def test_kv_that_the_configuration_makes_different_has_another_fingerprint(changed: dict[str, Any]) -> None:
     """Disk tiers, moves and loans went by the weights alone, and the greedy answer was another model's."""
     engines = [
-        TorchEngine(describe(model), kv_blocks=2, block_tokens=4) for model in (llama(), llama(**changed))
+        TorchEngine(describe(model), kv_blocks=2, block_tokens=4)
+        for model in (new_model("llama"), new_model("llama", **changed))
     ]
     for engine in engines:
         engine.step([Row([5, 9, 2, 7, 11, 3, 8, 6], 0, [0, 1], None)])
@@ -130,20 +125,20 @@ def test_kv_that_the_configuration_makes_different_has_another_fingerprint(chang
 
 
 def test_where_a_model_came_from_and_how_answers_end_are_not(tmp_path: Path) -> None:
-    model = llama()
+    model = new_model("llama")
     model.save_pretrained(tmp_path)
     again = load(str(tmp_path), dtype="float32", device="cpu").module
     assert model_digest(again) == model_digest(model)
-    assert model_digest(llama(eos_token_id=3, use_cache=False)) == model_digest(model)
+    assert model_digest(new_model("llama", eos_token_id=3, use_cache=False)) == model_digest(model)
 
 
 def test_an_engines_fingerprint_covers_model_dtype_and_block_size() -> None:
     engines = [make_engine(), make_engine(), make_engine(architecture="qwen3")]
     prints = [engine.fingerprint for engine in engines]
     assert prints[0] == prints[1] != prints[2]
-    sizes = [TorchEngine(describe(llama()), kv_blocks=2, block_tokens=size) for size in (4, 8)]
+    sizes = [TorchEngine(describe(new_model("llama")), kv_blocks=2, block_tokens=size) for size in (4, 8)]
     assert sizes[0].fingerprint != sizes[1].fingerprint and sizes[0].weights == sizes[1].weights
-    half = TorchEngine(describe(llama().to(torch.bfloat16)), kv_blocks=2, block_tokens=4)
+    half = TorchEngine(describe(new_model("llama").to(torch.bfloat16)), kv_blocks=2, block_tokens=4)
     assert half.fingerprint != sizes[0].fingerprint
 
 

@@ -60,7 +60,6 @@ def answers(engine: TorchEngine, pool: BlockPool, steps: int) -> list[list[int]]
 
 
 def plainly(model: Any, mode: AttentionMode, kv_blocks: int, steps: int) -> list[list[int]]:
-    """What is answered without Pie."""
     with engine_of(model, mode, kv_blocks) as plain:
         return answers(plain, plain.make_pool(), steps)
 

@@ -50,15 +50,12 @@ class Queue:
             self.device.made_progress(self)
 
     def synchronize(self) -> None:
-        """Until all of it is done."""
         while self.work:
             self.work.pop(0)()
 
 
 @dataclass
 class Mark:
-    """An event."""
-
     device: "Device"
     stream: Queue | None = None
     at: int = 0

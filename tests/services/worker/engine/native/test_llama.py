@@ -67,7 +67,6 @@ class Llama:
         self.native = NativeLlama(module, self.attention, self.library, threads=threads, release=release)
 
     def logits(self, spans: list[Span], texts: list[list[int]]) -> torch.Tensor:
-        """Of every row."""
         tokens, positions, kept = self.inputs(spans, texts)
         return self.native(tokens, positions, kept).values.clone()
 

@@ -4,11 +4,12 @@ At its start, what is not as expected is refused in a sentence."""
 
 import pickle
 from array import array
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -123,16 +124,10 @@ BLOCK_TOKENS, BLOCKS = 4, 96
 GREEDY = Sampling(seed=0, max_tokens=32, temperature=0.0)
 
 
-def make(*, max_rows: int = 8, max_step_tokens: int = 32) -> tuple[VllmEngine, TokenRunner]:
-    runner = TokenRunner(BLOCKS, BLOCK_TOKENS)
-    engine = VllmEngine(
-        runner,
-        weights="w",
-        block_tokens=BLOCK_TOKENS,
-        max_rows=max_rows,
-        max_step_tokens=max_step_tokens,
-    )
-    return engine, runner
+def make(**most: int) -> tuple[VllmEngine, TokenRunner]:
+    runner, bounds = TokenRunner(BLOCKS, BLOCK_TOKENS), {"max_rows": 8, "max_step_tokens": 32} | most
+    how: dict[str, Any] = {"weights": "w", "block_tokens": BLOCK_TOKENS, **bounds}
+    return VllmEngine(runner, **how), runner
 
 
 @dataclass
@@ -167,24 +162,18 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-steps = st.lists(
-    st.tuples(
-        st.permutations(range(4)),
-        st.integers(1, 4),
-        st.integers(1, 40),
-        st.sampled_from(("", "before", "after", "pre")),
-    ),
-    max_size=24,
+EVENTS = st.sampled_from(("", "before", "after", "pre"))
+STEPS = st.lists(
+    st.tuples(st.permutations(range(4)), st.integers(1, 4), st.integers(1, 40), EVENTS), max_size=24
 )
 
 
-@given(
-    prompts=st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=40), min_size=4, max_size=4),
-    steps=steps,
-)
+PROMPTS = st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=40), min_size=4, max_size=4)
+
+
+@given(PROMPTS, STEPS)
 def test_any_order_of_steps(prompts: list[list[int]], steps: list[tuple[list[int], int, int, str]]) -> None:
-    engine, runner = make()
-    free = list(range(BLOCKS))
+    (engine, runner), free = make(), list(range(BLOCKS))
     driven = [Driven(list(prompt)) for prompt in prompts]
     for order, count, chunk, event in steps:
         chosen = [driven[index] for index in order[:count]]
@@ -215,8 +204,7 @@ def decode(engine: VllmEngine, driven: list[Driven], free: list[int]) -> None:
 
 
 def test_an_answer_that_goes_on_is_not_told_anew() -> None:
-    engine, runner = make()
-    free = list(range(BLOCKS))
+    (engine, runner), free = make(), list(range(BLOCKS))
     driven = [Driven([1, 2, 3]), Driven([4])]
     for _ in range(10):
         decode(engine, driven, free)
@@ -367,38 +355,19 @@ def test_devices_and_ranks_that_cannot_be() -> None:
         check_device("cuda", "cuda", 2)
 
 
-class FullAttentionSpec:
-    """By its name alone."""
-
-
-class MambaSpec:
-    """By its name alone."""
-
-
 def test_a_model_of_several_tables_is_refused() -> None:
-    attention, mamba = (SimpleNamespace(kv_cache_spec=kind()) for kind in (FullAttentionSpec, MambaSpec))
+    """What a group is, is known by the name of its class alone."""
+    kinds = (type(name, (), {})() for name in ("FullAttentionSpec", "MambaSpec"))
+    attention, mamba = (SimpleNamespace(kv_cache_spec=kind) for kind in kinds)
     check_groups([attention])
     for groups in ([attention, attention], [mamba], []):
         with pytest.raises(ConfigError, match="one table of blocks for a sequence"):
             check_groups(groups)
 
 
-@dataclass
-class Told:
-    """As vLLM's own are."""
-
-    req_id: str
-    block_ids: list[int]
-
-
-class Kept(NamedTuple):
-    """The same as a tuple."""
-
-    req_id: str
-
-
 def test_what_is_private_and_gone_is_named() -> None:
-    module = SimpleNamespace(Told=Told, Kept=Kept)
+    told, kept = make_dataclass("Told", ["req_id", "block_ids"]), namedtuple("Kept", ["req_id"])
+    module = SimpleNamespace(Told=told, Kept=kept)
     require_fields(module, "Told", "req_id block_ids")
     require_fields(module, "Kept", "req_id")
     require_names(SimpleNamespace(sampler=None), ("sampler",))
