@@ -1,19 +1,26 @@
-"""The cache with its real tiers and a real engine: restarts, every fault a counted miss, and its figures."""
+"""The cache with its real tiers and a real engine: restarts, faults, figures, and audits of its hits."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.worker.engine.engine import TorchEngine
+from services.worker.kv.audit import SampledAudit
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.figures import CacheMetrics, read_figures
+from services.worker.kv.tiers.records import Records
 from shared import metrics
+from shared.messages.sequence import FinishReason
 from tests.services.worker.conftest import VOCABULARY
-from tests.services.worker.kv.rig import flip_byte
-from tests.services.worker.prefix_rig import PrefixRig, make_engine
-from tests.shared.messages.builders import ref, spec
+from tests.services.worker.prefix_rig import BLOCK_TOKENS, PrefixRig, make_engine
+from tests.shared.messages.builders import plan, prefill, ref, spec
 
 FIRST = [(7 * at + 3) % VOCABULARY for at in range(33)]
 OTHERS = [[(5 * at + shift) % VOCABULARY for at in range(33)] for shift in (11, 23, 37, 51)]
@@ -81,21 +88,6 @@ def test_what_was_forgotten_does_not_come_back_with_a_restart(lives: Lives) -> N
     assert lives.next().found() == (0, 0, 0)
 
 
-def test_flipped_bytes_are_counted_misses(lives: Lives) -> None:
-    life = lives.first()
-    assert life.kv.disk is not None
-    geometry = life.kv.disk.geometry
-    life.close()
-    (path,) = lives.folder.glob("*.kv")
-    for place in range(geometry.slots):
-        flip_byte(path, geometry.record_at(place) + 5)
-    life = lives.next()
-    assert life.found() == (0, 0, 0)
-    disk = read_figures(life.kv).tiers[Tier.DISK]
-    assert disk["checksum_failures"] == disk["faults"] >= 1 and disk["hits"] == 0
-    life.close()
-
-
 def test_a_disk_that_is_slower_than_computing_is_left_alone_and_that_is_shown(lives: Lives) -> None:
     lives.first().close()
     life = Life(lives.engine, lives.folder, disk_bytes_per_s=20_000)
@@ -157,3 +149,123 @@ def test_hits_and_misses_are_counted_in_blocks() -> None:
     assert device["helped_s"] > 0 and device["loaded_bytes"] == 0
     assert details["prefix_tiers"][0]["hits"] == 6
     rig.close()
+
+
+AUDITS = PrefixCacheConfig(host_mb=0, host_blocks=12, audit_rate=1.0)
+PROMPT = [(7 * at) % 90 + 1 for at in range(18)]
+WHOLE = len(PROMPT) // BLOCK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def engine() -> TorchEngine:
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def roomy() -> TorchEngine:
+    return make_engine(64)
+
+
+@pytest.fixture(scope="module")
+def other() -> TorchEngine:
+    return make_engine()
+
+
+@pytest.fixture
+def audited(engine: TorchEngine) -> Iterator[PrefixRig]:
+    made = PrefixRig(engine, AUDITS)
+    yield made
+    made.close()
+
+
+def auditor(audited: PrefixRig) -> SampledAudit:
+    assert audited.store is not None and audited.store.auditor is not None
+    return audited.store.auditor
+
+
+def stored(audited: PrefixRig, prompt: list[int]) -> list[int]:
+    """The blocks that a prompt's beginning lies in."""
+    held = audited.table.find(ref(f"r{audited._names}"))
+    assert held is not None and audited.prefixes is not None
+    blocks = audited.prefixes.cache.hold(held.names[: len(prompt) // BLOCK_TOKENS])
+    audited.prefixes.cache.release(blocks)
+    return blocks
+
+
+prompts = st.builds(
+    lambda words, tail: [token for word in words for token in range(word, word + 8)] + [1] * tail,
+    st.lists(st.sampled_from((10, 20, 30)), min_size=1, max_size=3),
+    st.integers(1, 6),
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.lists(prompts, min_size=1, max_size=2), min_size=1, max_size=6), st.integers(3, 40))
+def test_rounding_is_no_mistake_and_the_text_is_the_same(
+    roomy: TorchEngine, other: TorchEngine, waves: list[list[list[int]]], chunk: int
+) -> None:
+    audited = PrefixRig(roomy, AUDITS)  # what is compared is there twice for a while
+    plain = PrefixRig(other, None)
+    for wave in waves:
+        assert audited.serve(wave, chunk=chunk) == plain.serve(wave)
+        audited.check_integrity()
+    assert auditor(audited).wrong_blocks == 0
+    audited.close()
+
+
+def test_a_hit_is_computed_and_compared(audited: PrefixRig) -> None:
+    first = audited.serve([PROMPT], chunk=40)
+    assert audited.serve([PROMPT], chunk=40) == first
+    assert audited.prefilled_tokens == 2 * len(PROMPT) and audited.hits == []
+    assert auditor(audited).audited_blocks == WHOLE
+    audited.check_integrity()
+
+
+@pytest.mark.parametrize("at", range(WHOLE))
+def test_what_is_wrong_is_forgotten_and_who_reads_it_is_computed_again(audited: PrefixRig, at: int) -> None:
+    first = audited.serve([PROMPT], chunk=40)
+    blocks = stored(audited, PROMPT)
+    auditor(audited)._rate = 0.0
+    audited.core.on_plan(
+        plan(50, starts=(spec(ref("x"), PROMPT),), prefills=(prefill(ref("x"), 0, 18),)), 0.0
+    )
+    assert audited.begin_step(0.0)[0] is not None
+    reader = audited.table.find(ref("x"))
+    assert reader is not None and list(reader.blocks[:WHOLE]) == blocks
+    audited.engine.pools[1][0][blocks[at], 0, 0, 1] += 1.0
+    auditor(audited)._rate = 1.0
+    audited.plans = 60
+    assert audited.serve([PROMPT], chunk=40) == first
+    assert auditor(audited).wrong_blocks == 1
+    assert reader.finish_reason is FinishReason.KV_LOST
+    assert stored(audited, PROMPT)[:at] == blocks[:at], "what precedes it was right"
+    assert len(stored(audited, PROMPT)) == WHOLE, "and is stored anew from there on"
+    assert blocks[at] not in stored(audited, PROMPT)
+    assert audited.serve([PROMPT], chunk=40) == first and auditor(audited).wrong_blocks == 1
+    audited.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_of_the_digits_are_no_rounding(dtype: torch.dtype) -> None:
+    key, value = torch.randn(3, 1, 2, 4).to(dtype), torch.randn(3, 1, 4, 2).to(dtype)
+    for pool in (key, value):
+        pool[1:] = pool[0]
+    audit = SampledAudit(Records([(key, value)]), [(key, value)], 1.0)
+    assert audit.tolerance == pytest.approx(torch.finfo(dtype).eps ** 0.5, rel=0.5)
+    assert audit.agree(0, 1)
+    largest = value[0].abs().max()
+    value[1, 0, 0, 0] += largest * audit.tolerance / 4
+    assert audit.agree(0, 1)
+    value[1, 0, 0, 0] += largest * audit.tolerance * 4
+    assert not audit.agree(0, 1) and audit.agree(0, 2)
+    key[2, 0, 0, 0] = torch.nan
+    assert not audit.agree(0, 2)
+
+
+def test_whole_numbers_are_equal_or_not() -> None:
+    tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
+    tokens[1] = tokens[0]
+    audit = SampledAudit(Records([(tokens,)]), [(tokens,)], 1.0)
+    assert audit.agree(0, 1)
+    tokens[1, 3] += 1
+    assert not audit.agree(0, 1)

@@ -1,4 +1,6 @@
-"""Every order gives up each node once, whole chains deepest first, and in the order its name promises."""
+"""What leaves and what is loaded: every order keeps its promise, and the gate's choice is the cheapest."""
+
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,12 +16,15 @@ from services.worker.kv.core.eviction import (
     ReuseHistory,
     order_maker,
 )
+from services.worker.kv.core.load_policy import PROBE_BLOCKS, RETRY_LOOKUPS, CostGate
 from services.worker.kv.core.radix_tree import Node, Tier
 
 
-def node(name: str, *, used: int = 0, inserted: int = 0, hits: int = 0, parent: Node | None = None) -> Node:
+def node(name: str, *, parent: Node | None = None, **fields: Any) -> Node:
     made = Node(name.encode(), parent)
-    made.used, made.inserted, made.hits = used, inserted, hits
+    made.used = made.inserted = made.hits = 0
+    for field, value in fields.items():
+        setattr(made, field, value)
     return made
 
 
@@ -128,15 +133,9 @@ def test_a_node_that_is_ranked_often_does_not_fill_the_memory() -> None:
     assert sum(len(heap) for heap in order._heaps.values()) < 100
 
 
-def owned(name: str, tenant: str, used: int) -> Node:
-    made = node(name, used=used)
-    made.tenant = tenant
-    return made
-
-
 def test_who_has_more_than_his_share_gives_up_what_is_his() -> None:
-    few = [owned(f"a{n}", "a", used=n) for n in range(3)]
-    many = [owned(f"b{n}", "b", used=10 + n) for n in range(9)]
+    few = [node(f"a{n}", tenant="a", used=n) for n in range(3)]
+    many = [node(f"b{n}", tenant="b", used=10 + n) for n in range(9)]
     order = order_of(Lru, *few, *many)
     assert order.first() is many[0]
     told = [each.name.decode() for each in order.preview()]
@@ -147,7 +146,9 @@ def test_who_has_more_than_his_share_gives_up_what_is_his() -> None:
 
 
 def test_who_has_not_come_for_long_has_no_share() -> None:
-    order = order_of(Lru, owned("a", "a", used=0), *(owned(f"b{n}", "b", used=9000 + n) for n in range(3)))
+    order = order_of(
+        Lru, node("a", tenant="a", used=0), *(node(f"b{n}", tenant="b", used=9000 + n) for n in range(3))
+    )
     assert emptied(order)[0] == "a"
 
 
@@ -193,3 +194,81 @@ def test_how_many_come_back_is_known_of_many_and_counts_each_once() -> None:
     for number in range(8192):
         history.on_stored(node(f"new {number}"), 500)
     assert history.returning is not None and 0 < history.returning < 60 / 4096
+
+
+LOWER = st.sampled_from([Tier.HOST, Tier.DISK])
+SPEED = st.floats(1e-6, 10)
+
+
+def gate_of(host_s: float, disk_s: float, recompute_s: float) -> CostGate:
+    """Seconds per block, each measured."""
+    gate = CostGate()
+    gate.on_loaded(Tier.HOST, 1, host_s)
+    gate.on_loaded(Tier.DISK, 1, disk_s)
+    gate.on_prefilled(1, recompute_s)
+    return gate
+
+
+@given(SPEED, SPEED, SPEED, st.lists(LOWER, max_size=20))
+def test_no_other_choice_is_cheaper(
+    host_s: float, disk_s: float, recompute_s: float, tiers: list[Tier]
+) -> None:
+    block_s = {Tier.HOST: host_s, Tier.DISK: disk_s}
+    chosen = gate_of(host_s, disk_s, recompute_s).worth_loading(tiers)
+
+    def cost_s(loaded: int) -> float:
+        return sum(block_s[tier] for tier in tiers[:loaded]) + recompute_s * (len(tiers) - loaded)
+
+    assert cost_s(chosen) <= min(map(cost_s, range(len(tiers) + 1))) * (1 + 1e-9)
+
+
+def test_what_nobody_measured_is_tried_with_a_few_blocks() -> None:
+    gate = CostGate()
+    assert gate.worth_loading([Tier.DISK] * 20) == 20
+    gate.on_prefilled(1, 0.001)
+    assert gate.worth_loading([Tier.DISK] * 20) == PROBE_BLOCKS
+    gate.on_loaded(Tier.HOST, 1, 1e-5)
+    assert gate.worth_loading([Tier.HOST] * 10 + [Tier.DISK] * 20) == 10 + PROBE_BLOCKS
+
+
+def test_a_tier_that_lost_is_probed_again_and_used_when_it_recovered() -> None:
+    gate = gate_of(host_s=1e-5, disk_s=1.0, recompute_s=0.001)
+    assert gate.losing == (Tier.DISK,)
+    chosen = [gate.worth_loading([Tier.DISK] * 10) for _ in range(RETRY_LOOKUPS + 1)]
+    assert chosen == [0] * RETRY_LOOKUPS + [PROBE_BLOCKS]
+    assert gate.refused_blocks[Tier.DISK] == 10 * RETRY_LOOKUPS + 10 - PROBE_BLOCKS
+    gate.on_loaded(Tier.DISK, PROBE_BLOCKS, 1e-4)
+    assert gate.worth_loading([Tier.DISK] * 10) == 10
+    assert not gate.losing
+
+
+def test_a_probe_that_loses_again_is_not_repeated_at_once() -> None:
+    gate = gate_of(host_s=1e-5, disk_s=1.0, recompute_s=0.001)
+    for _ in range(RETRY_LOOKUPS):
+        gate.worth_loading([Tier.DISK])
+    gate.on_wasted(Tier.DISK, 0.002, abandoned=True)
+    assert gate.worth_loading([Tier.DISK] * 4) == 0
+
+
+def test_a_damaged_block_says_nothing_of_the_speed() -> None:
+    gate = gate_of(host_s=1e-5, disk_s=1e-4, recompute_s=0.001)
+    gate.on_wasted(Tier.DISK, 9.0, abandoned=False)
+    assert gate.worth_loading([Tier.DISK] * 4) == 4
+    assert gate.spent_s[Tier.DISK] == pytest.approx(9.0 + 1e-4)
+
+
+def test_each_tier_knows_what_it_saved_and_cost() -> None:
+    gate = gate_of(host_s=1e-5, disk_s=1e-4, recompute_s=0.001)
+    gate.on_loaded(Tier.DEVICE, 5, 0.0)
+    gate.on_loaded(Tier.HOST, 10, 0.002)
+    gate.spent_s[Tier.HOST] += 0.004
+    saved = gate.saved_s[Tier.DEVICE], gate.saved_s[Tier.HOST], gate.spent_s[Tier.HOST]
+    assert saved == pytest.approx((0.005, 0.010, 0.006 + 1e-5))
+
+
+def test_patience_grows_with_what_recomputing_would_take() -> None:
+    gate = CostGate()
+    assert gate.most_s(10) == 1.0
+    gate.on_prefilled(10, 0.1)
+    assert gate.most_s(10) == pytest.approx(0.2)
+    assert gate.most_s(0) == 0.05

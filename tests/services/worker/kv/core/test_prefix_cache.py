@@ -1,5 +1,6 @@
 """Whatever is asked, evicted, loaded or lost: a block that is handed out holds the bytes of its name."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,100 +13,51 @@ from shared.blocks import BlockHash
 from tests.services.worker.kv.rig import BLOCK_TOKENS, Rig, names_of, tokens_of
 
 TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=12).map(lambda tokens: tokens_of(*tokens))
-NUMBERS = {
-    "go on": 5,
-    "end": 5,
-    "keep": 5,
-    "unkeep": 5,
-    "spoil": 5,
-    "spoil disk": 7,
-    "spoil peers": 8,
-    "abandon": 3,
-    "borrow": 4,
-    "lose": 4,
-    "bring home": 4,
-    "retire": 4,
-    "set apart": 4,
-    "save": 4,
-    "send": 4,
-    "lend": 4,
-    "lose peers": 8,
-    "shadows come": 6,
-    "time": 30,
-    "few return": 1,
-    "stores end": 1,
-    "sends end": 1,
-    "settle": 1,
-    **dict.fromkeys(["loads end", "save ahead", "rejoin", "forget", "give up peers"], 0),
+Act = Callable[[Rig, Any], object]
+OF_TOKENS: dict[str, Act] = {
+    "run": Rig.run,
+    "begin": Rig.begin,
+    "shadow": Rig.shadow,
+    "prefetch": lambda rig, tokens: rig.cache.prefetch(names_of(tokens), 2),
 }
-"""What is done with a number, and the largest."""
+OF_NUMBERS: dict[str, tuple[int, Act]] = {
+    "go on": (5, Rig.go_on),
+    "end": (5, Rig.end),
+    "keep": (5, lambda rig, at: rig.end(at, is_kept=True)),
+    "unkeep": (5, Rig.unkeep),
+    "spoil": (5, lambda rig, place: rig.mover.lost_host.add(place)),
+    "spoil disk": (7, lambda rig, place: rig.mover.lost_disk.add(place)),
+    "spoil peers": (8, lambda rig, place: rig.mover.lost_peers.add(place)),
+    "abandon": (3, lambda rig, after: setattr(rig.mover, "abandon_after", after or 1000)),
+    "borrow": (4, Rig.borrow),
+    "lose": (4, Rig.lose),
+    "bring home": (4, Rig.bring_home),
+    "retire": (4, lambda rig, blocks: rig.blocks.retire(blocks)),
+    "set apart": (4, Rig.set_apart),
+    "save": (4, lambda rig, blocks: rig.cache.writes.start(blocks)),
+    "send": (4, lambda rig, blocks: rig.cache.peers.start(blocks)),
+    "lend": (4, Rig.lend),
+    "lose peers": (8, lambda rig, first: rig.lose_peers(first, 2)),
+    "shadows come": (6, Rig.end_shadows),
+    "time": (30, lambda rig, seconds: setattr(rig, "now_s", rig.now_s + seconds)),
+    "few return": (1, lambda rig, some: few_return(rig, returning=500 * some)),
+    "stores end": (1, lambda rig, ok: rig.end_stores(ok=bool(ok))),
+    "sends end": (1, lambda rig, ok: rig.end_sends(ok=bool(ok))),
+    "settle": (1, lambda rig, ok: rig.settle(ok=bool(ok))),
+    "loads end": (0, lambda rig, _: rig.end_loads()),
+    "save ahead": (0, lambda rig, _: rig.cache.save_ahead()),
+    "rejoin": (0, lambda rig, _: rig.rejoin()),
+    "forget": (0, lambda rig, _: rig.cache.forget_unused()),
+    "give up peers": (0, lambda rig, _: rig.cache.peers.retire()),
+}
+"""What is done with a number: the largest, and how."""
 STEP = st.one_of(
-    *(st.tuples(st.just(kind), TOKENS) for kind in ("run", "begin", "prefetch", "shadow")),
-    *(st.tuples(st.just(kind), st.integers(0, most)) for kind, most in NUMBERS.items()),
+    *(st.tuples(st.just(kind), TOKENS) for kind in OF_TOKENS),
+    *(st.tuples(st.just(kind), st.integers(0, most)) for kind, (most, _) in OF_NUMBERS.items()),
 )
 
 
-def act(rig: Rig, kind: str, value: Any) -> None:
-    cache, mover = rig.cache, rig.mover
-    match kind:
-        case "run" | "begin" | "shadow":
-            getattr(rig, kind)(value)
-        case "prefetch":
-            cache.prefetch(names_of(value), 2)
-        case "borrow" | "lend" | "lose":
-            getattr(rig, kind)(value)
-        case "bring home":
-            rig.bring_home(value)
-        case "set apart":
-            rig.set_apart(value)
-        case "rejoin":
-            rig.rejoin()
-        case "retire":
-            rig.blocks.retire(value)
-        case "go on" if rig.waiting:
-            rig.go_on(value)
-        case "end" | "keep" if rig.held:
-            rig.end(value, is_kept=kind == "keep")
-        case "unkeep" if rig.kept:
-            cache.unkeep(rig.kept.pop(value % len(rig.kept)))
-        case "shadows come" if rig.shadowing:
-            rig.end_shadows(value)
-        case "time":
-            rig.now_s += value
-        case "few return":
-            few_return(rig, returning=500 * value)
-        case "save ahead":
-            cache.save_ahead()
-        case "save":
-            cache.writes.start(value)
-        case "send":
-            cache.peers.start(value)
-        case "forget":
-            cache.forget_unused()
-        case "lose peers":
-            rig.lose_peers(value, 2)
-        case "give up peers":
-            cache.peers.retire()
-        case "spoil":
-            mover.lost_host.add(value)
-        case "spoil disk":
-            mover.lost_disk.add(value)
-        case "spoil peers":
-            mover.lost_peers.add(value)
-        case "abandon":
-            mover.abandon_after = value or 1000
-        case "loads end":
-            rig.end_loads()
-        case "stores end":
-            rig.end_stores(ok=bool(value))
-        case "sends end":
-            rig.end_sends(ok=bool(value))
-        case "settle":
-            rig.settle(ok=bool(value))
-
-
-@settings(max_examples=300)
-@given(
+SIZES = st.tuples(
     st.one_of(st.integers(1, 8), st.integers(8, 20)),
     st.one_of(st.integers(0, 6), st.integers(6, 12)),
     st.integers(0, 8),
@@ -113,22 +65,19 @@ def act(rig: Rig, kind: str, value: Any) -> None:
     st.integers(0, 6),
     st.integers(0, 8),
     st.integers(0, 6),
-    st.lists(STEP, max_size=40),
 )
+
+
+@settings(max_examples=300)
+@given(SIZES, st.lists(STEP, max_size=40))
 def test_hits_hold_their_bytes_and_blocks_are_conserved(
-    device: int,
-    host: int,
-    disk: int,
-    eviction: str,
-    kept: int,
-    shadows: int,
-    peers: int,
-    steps: list[tuple[str, Any]],
+    sizes: tuple[int, int, int, str, int, int, int], steps: list[tuple[str, Any]]
 ) -> None:
+    device, host, disk, eviction, kept, shadows, peers = sizes
     rig = Rig(device, host, disk, eviction, kept, shadows, peers)
     is_intact = True
     for kind, value in steps:
-        act(rig, kind, value)
+        (OF_TOKENS[kind] if kind in OF_TOKENS else OF_NUMBERS[kind][1])(rig, value)
         is_intact = is_intact and not kind.startswith("spoil")
         assert rig.cache.kept_blocks <= min(kept, host)
         assert len(rig.cache.shadows) + len(rig.cache.shadows.open_places) <= min(shadows, host)
@@ -146,7 +95,7 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
     while rig.held:
         rig.end(0)
     while rig.kept:
-        rig.cache.unkeep(rig.kept.pop())
+        rig.unkeep(0)
     rig.check()
     assert rig.cache.kept_blocks == 0 and rig.cache.keepable_blocks == min(kept, host)
     assert rig.cache.free_blocks + rig.cache.evictable_blocks == device
@@ -201,19 +150,15 @@ def _on_disk(rig: Rig, *prompts: bytes) -> None:
     """Prompts whose blocks are on disk alone."""
     for index, prompt in enumerate(prompts):
         names = names_of(prompt)
-        parents = [b"", *names[:-1]]
-        stored = [
-            StoredBlock(name, parent, depth, 4 * index + depth)
-            for depth, (name, parent) in enumerate(zip(names, parents, strict=True))
-        ]
-        rig.mover.disk |= {block.place: block for block in stored}
+        for depth, (name, parent) in enumerate(zip(names, [b"", *names], strict=False)):
+            rig.mover.disk[4 * index + depth] = StoredBlock(name, parent, depth, 4 * index + depth)
+    assert rig.cache.restore(rig.mover.disk.values()) == len(rig.mover.disk)
 
 
 def test_a_block_that_is_lost_while_it_is_read_ahead_is_a_miss_for_all() -> None:
     rig = Rig(4, 4, 4, "lru")
     prompt = tokens_of(1, 2, 3, 4)
     _on_disk(rig, prompt)
-    assert rig.cache.restore(rig.mover.disk.values()) == 2
     names = names_of(prompt)
     assert rig.cache.prefetch(names, 1) == 1
     rig.mover.lost_disk.add(0)
@@ -260,7 +205,6 @@ def test_nothing_that_is_needed_is_given_up_for_reading_ahead() -> None:
     rig = Rig(2, 2, 8, "lru")
     wanted, other = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
     _on_disk(rig, wanted, other)
-    assert rig.cache.restore(rig.mover.disk.values()) == 4
     names = [names_of(prompt) for prompt in (wanted, other)]
     assert rig.cache.prefetch(names[0], 4) == 2
     rig.check()
@@ -268,19 +212,6 @@ def test_nothing_that_is_needed_is_given_up_for_reading_ahead() -> None:
     assert rig.cache.prefetch(names[1], 4, needed) == 0
     assert rig.cache.prefetch(names[1], 4) == 2
     rig.check()
-
-
-def test_what_is_kept_outlives_a_storm_on_device_and_host() -> None:
-    rig = Rig(3, 4, 0, "lru", kept=2)
-    rig.run(tokens_of(1, 2, 3, 4, 5, 6))
-    kept = rig.cache.keep(rig.names[0])
-    assert len(kept) == 2, "as much as there is room for"
-    rig.cache.release(rig.held.pop())
-    assert rig.mover.host == {}, "nothing is copied before it has to be"
-    rig.serve(*(tokens_of(first, 1, 2, 3, 4, 5) for first in range(10, 40, 10)))
-    assert rig.acquire(rig.names[0], 3).loaded == (0, 2, 0)
-    rig.cache.unkeep(kept)
-    assert rig.cache.keepable_blocks == 2
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["used", "lost"])

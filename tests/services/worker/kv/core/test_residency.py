@@ -52,9 +52,9 @@ class Machine:
         self,
         read: list[int],
         written: list[int],
-        saved_share: float,
+        saved_share: float = 1.0,
         *,
-        fails: bool,
+        fails: bool = False,
         filled: Sequence[int] = (),
     ) -> None:
         """Reads are checked where the plan says they are; then the writes are made. `filled`: by others
@@ -93,7 +93,6 @@ class Machine:
         self.check_integrity()
 
     def fill(self, block: int) -> None:
-        """As a load does it, beside steps."""
         self.clock += 1
         slot = self.residency.slot_of(block)
         if slot is None:
@@ -123,7 +122,6 @@ class Machine:
         self.residency.share(block, row)
 
     def forget(self, row: int) -> None:
-        """The cache has it no more."""
         block, _ = self.cached.pop(row)
         if block is None or not self.residency.unshare(block):
             self.rows.give(row)
@@ -152,25 +150,22 @@ class Machine:
             assert self.device[place] == value
 
 
+ACTS = "take give step step step lend return size fill fill keep keep forget".split()
+
+
 @given(st.data(), st.integers(3, 8), st.integers(4, 12))
 def test_every_block_is_found_wherever_it_is(data: st.DataObject, layers: int, device_blocks: int) -> None:
     machine = Machine(device_blocks, 3 * device_blocks, layers)
     pool, residency = machine.pool, machine.residency
     for _ in range(data.draw(st.integers(1, 40))):
         held = sorted(machine.written)
-        match data.draw(
-            st.sampled_from(
-                [
-                    *("take", "give", "step", "step", "step", "lend", "return", "size", "fill", "fill"),
-                    *("keep", "keep", "forget"),
-                ]
-            )
-        ):
+        loose = sorted(set(held) - set(machine.shared()))
+        match data.draw(st.sampled_from(ACTS)):
             case "take" if pool.free_blocks:
                 room = residency.room_blocks
                 for block in pool.allocate(data.draw(st.integers(1, pool.free_blocks))):
                     if room is None or room > 0:
-                        machine.step([], [block], 1.0, fails=False)
+                        machine.step([], [block])
             case "give" if held:
                 given_back = data.draw(st.lists(st.sampled_from(held), unique=True))
                 pool.release(given_back)
@@ -183,7 +178,6 @@ def test_every_block_is_found_wherever_it_is(data: st.DataObject, layers: int, d
                 read = data.draw(st.lists(st.sampled_from(held), unique=True))
                 room = device_blocks if residency.room_blocks is None else residency.room_blocks
                 most = max(0, room - 1)
-                loose = [block for block in held if block not in machine.shared()]
                 wanted = (
                     data.draw(st.lists(st.sampled_from(loose), unique=True, max_size=most)) if loose else []
                 )
@@ -210,7 +204,7 @@ def test_every_block_is_found_wherever_it_is(data: st.DataObject, layers: int, d
             case "size" if not residency.spare_blocks:
                 spare = data.draw(st.integers(1, device_blocks // 3))
                 while not residency.reserve(spare):  # What is missing is copied out with each step.
-                    machine.step([], [], 1.0, fails=False)
+                    machine.step([], [])
                 pool.resize(min(residency.ids, device_blocks - spare + residency.buffers.pairs))
             case "size":
                 pool.resize(device_blocks)
@@ -218,44 +212,43 @@ def test_every_block_is_found_wherever_it_is(data: st.DataObject, layers: int, d
                     continue
                 pool.cut()
                 residency.release(0)
-            case "fill" if set(held) - set(machine.shared()):
-                machine.fill(data.draw(st.sampled_from(sorted(set(held) - set(machine.shared())))))
-            case "keep" if set(held) - set(machine.shared()):
-                machine.keep(data.draw(st.sampled_from(sorted(set(held) - set(machine.shared())))))
+            case "fill" if loose:
+                machine.fill(data.draw(st.sampled_from(loose)))
+            case "keep" if loose:
+                machine.keep(data.draw(st.sampled_from(loose)))
             case "forget" if machine.cached:
                 machine.forget(data.draw(st.sampled_from(sorted(machine.cached))))
         machine.check_integrity()
 
 
+def full(device_blocks: int, layers: int, spare_blocks: int) -> Machine:
+    """All blocks of the device are in use and saved; so many may leave it."""
+    machine = Machine(device_blocks, 3 * device_blocks, layers)
+    for block in machine.pool.allocate(device_blocks):
+        machine.step([], [block])
+    while not machine.residency.reserve(spare_blocks):
+        machine.step([], [])
+    return machine
+
+
 def test_what_is_read_in_each_step_comes_back_as_soon_as_there_is_room() -> None:
-    machine = Machine(8, 24, 8)
-    machine.pool.allocate(8)
-    for block in range(8):
-        machine.step([], [block], 1.0, fails=False)
-    for _ in range(3):
-        machine.step([], [], 1.0, fails=False)
-    assert machine.residency.reserve(2) and machine.residency.buffers.pairs == 8
+    machine = full(8, layers=8, spare_blocks=2)
+    assert machine.residency.buffers.pairs == 8
     machine.pool.resize(14)
     for block in machine.pool.allocate(6):
-        machine.step([], [block], 1.0, fails=False)
+        machine.step([], [block])
     assert machine.outside_blocks() == 14 - 6
-    machine.step(list(range(6)), [], 1.0, fails=False)
+    machine.step(list(range(6)), [])
     machine.pool.release([13, 12])
     for block in (12, 13):
         del machine.written[block]
-    machine.step(list(range(6)), [], 1.0, fails=False)
+    machine.step(list(range(6)), [])
     assert machine.outside_blocks() == 12 - 6
 
 
 def test_more_than_the_device_has_room_for_is_refused_and_nothing_changes() -> None:
-    machine = Machine(6, 18, 6)
-    machine.pool.allocate(6)
-    for block in range(6):
-        machine.step([], [block], 1.0, fails=False)
-    for _ in range(2):
-        machine.step([], [], 1.0, fails=False)
-    assert machine.residency.reserve(2)
+    machine = full(6, layers=6, spare_blocks=2)
     machine.pool.resize(8)
     with pytest.raises(ValueError, match="may leave"):
-        machine.step([], [0, 1, 2, 3, 4], 1.0, fails=False)
+        machine.step([], [0, 1, 2, 3, 4])
     machine.check_integrity()
