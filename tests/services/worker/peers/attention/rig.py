@@ -110,7 +110,6 @@ def make_engine(model: Any, blocks: int, attention: AttentionMode = "auto") -> T
 
 
 def make_debtor(engine: TorchEngine, lenders: list[Lender], blocks_each: int, **how: Any) -> AttendingDebtor:
-    """Like `connect`, over new links."""
     return connect(engine, [each.dial() for each in lenders], blocks_each, **how)
 
 

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 
 from services.worker import door
-from services.worker.core.reports import Identity
-from services.worker.core.sequences import SequenceTable
-from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.engine.contract import Row
 from services.worker.engine_thread import Runner
@@ -26,7 +23,7 @@ from services.worker.kv.core.tier_copier import BlockMover
 from services.worker.kv.tiers.checksums import CRC
 from services.worker.kv.tiers.records import Records
 from services.worker.kv.transfers import TransferEngine
-from services.worker.peers.attention.borrower import Borrower
+from services.worker.peers.attention.borrower import Borrower, Homecoming
 from services.worker.peers.attention.debtor import AttendingDebtor
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.lending.core.debts import GrantKey
@@ -39,7 +36,7 @@ from shared.errors import CreditorLost, NoResponder, Overloaded
 from shared.messages.base import decode
 from shared.messages.lending import Grant, KvTier
 from shared.messages.sequence import pack_tokens
-from tests.services.worker.builders import LIMITS
+from tests.services.worker.builders import core_of
 from tests.services.worker.peers.attention.rig import (
     BLOCK_TOKENS,
     DEBTOR,
@@ -47,8 +44,10 @@ from tests.services.worker.peers.attention.rig import (
     HOST_GRANT,
     Lender,
     lender,
+    make_debtor,
     make_engine,
 )
+from tests.services.worker.peers.lending.builders import grant
 
 OWN = 2
 
@@ -81,8 +80,7 @@ class World:
         self.debtor = AttendingDebtor(
             engine.attention, q_heads=4, own_blocks=OWN, block_tokens=BLOCK_TOKENS, staging_blocks=2
         )
-        core = StepCore(Identity("w", 1, "m", 64, "h"), SequenceTable(self.pool, LIMITS))
-        self.door = Door(core, monotonic_s, lambda _: None)
+        self.door = Door(core_of(self.pool), monotonic_s, lambda _: None)
         registry: Any = self.plane
         self.transfers = TransferEngine(lambda: None)
         parts = self.door, registry, engine.pools, self.transfers, self.failed.append
@@ -90,15 +88,9 @@ class World:
         self.runner = Runner(self.door, engine, on_broken=lambda _: None)
 
     def grant(self, blocks: tuple[int, ...], ref: GrantRef = GRANT) -> Grant:
-        """Return a grant of these blocks of the lender."""
-        return Grant(
-            creditor_id=self.name,
-            creditor_incarnation=1,
-            grant_id=ref.grant_id,
-            generation=ref.generation,
-            tier=KvTier.HOST if ref == HOST_GRANT else KvTier.DEVICE,
-            blocks=blocks,
-            lease_s=5.0,
+        tier = KvTier.HOST if ref == HOST_GRANT else KvTier.DEVICE
+        return grant(
+            self.name, *blocks, grant_id=ref.grant_id, generation=ref.generation, tier=tier, lease_s=5.0
         )
 
     def admit(self, blocks: tuple[int, ...], ids: list[int], ref: GrantRef = GRANT) -> bool:
@@ -121,6 +113,13 @@ class World:
         free = self.pool.own.allocate(self.pool.own.free_blocks)
         (home,) = {0, 1} - set(free)
         return self.bytes_of(self.engine, home)
+
+    def use(self, borrowed: int) -> list[int]:
+        """Let a sequence fill all own blocks and so many others; return them. The own ones are free then."""
+        blocks = self.pool.allocate(OWN + borrowed)
+        self.step(blocks)
+        self.pool.release(blocks[:OWN])
+        return blocks
 
     def place_at_home(self) -> int:
         """Let a sequence use all blocks, then free one own block for a borrowed one."""
@@ -184,9 +183,8 @@ def test_an_ended_lease_loses_its_blocks(here: World) -> None:
 
 def test_blocks_come_home_from_the_event_loop(here: World) -> None:
     assert here.admit((4, 1, 3), [10, 11, 12])
-    blocks = here.pool.allocate(OWN + 2)
-    here.step(blocks)
-    here.pool.release(blocks[:OWN])
+    here.use(2)
+    assert asyncio.run(here.borrower.recall([10, 11, 12], 9, keep_blocks=2)) == [], "that much stays free"
     assert asyncio.run(here.borrower.recall([10, 11, 12], 1, keep_blocks=0)) == [10]
     assert asyncio.run(here.borrower.set_apart([11, 12], 9)) == [11, 12]
     home = here.pool.own.allocate(1)
@@ -213,9 +211,7 @@ def test_a_creditor_that_fails_while_blocks_come_home(here: World) -> None:
 def test_a_failed_copy_does_not_blame_the_creditor_and_the_swap_fetches_it(here: World, lacking: str) -> None:
     """The swap fetches blocks that were not copied, over the link that steps use."""
     assert here.admit((4,), [10])
-    blocks = here.pool.allocate(OWN + 1)
-    here.step(blocks)
-    here.pool.release(blocks[:OWN])
+    here.use(1)
     if lacking == "a link":
         here.plane.is_away = True
     else:
@@ -228,9 +224,7 @@ def test_a_failed_copy_does_not_blame_the_creditor_and_the_swap_fetches_it(here:
 def test_steps_go_on_while_blocks_come_home(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block written during the copy is fetched again, so the copy equals the original."""
     assert here.admit((4,), [10])
-    blocks = here.pool.allocate(OWN + 1)
-    here.step(blocks)
-    here.pool.release(blocks[:OWN])
+    blocks = here.use(1)
     steps, fetch = 0, AttendingDebtor.fetch
 
     def fetch_and_step(self: AttendingDebtor, *given: Any) -> None:
@@ -336,3 +330,27 @@ def test_blocks_of_a_failed_creditor_are_lost_and_not_given(here: World) -> None
     read = here.door.ask(lambda core, now_s: here.borrower.read(core, now_s, [10, 11], rows))
     assert read.result(10.0) == 0 and here.failed == [here.name]
     assert here.pool.borrowed_blocks == 0
+
+
+HOME_BLOCKS = 5
+
+
+def test_a_dead_creditor_does_not_pin_blocks_of_another(llama: Any) -> None:
+    """Blocks of the living creditor stayed set apart: never free again, and renewed forever."""
+    with lender(llama, 2) as lives, lender(llama, 2) as dies:
+        engine = make_engine(llama, HOME_BLOCKS)
+        debtor = make_debtor(engine, [lives, dies], 2)
+        pool = ExtendedPool(BlockPool(HOME_BLOCKS, BLOCK_TOKENS), HOME_BLOCKS)
+        pool.admit(range(HOME_BLOCKS, HOME_BLOCKS + 4))
+        rest, there = pool.own.allocate(HOME_BLOCKS), pool.allocate(4)
+        pool.own.release(rest)
+        forgotten: list[int] = []
+        dies.listener.close(5.0)
+        with pytest.raises(CreditorLost):
+            coming = Homecoming(debtor, pool, forgotten.extend)
+            coming.end_recall(coming.begin_recall(there, 9, keep_blocks=0))
+        pool.lose(there[2:])
+        pool.release(there)
+        assert sorted(pool.retire(9)) == there[:2], "free, so that they can be returned"
+        assert pool.own.free_blocks == HOME_BLOCKS and forgotten == []
+        debtor.close()

@@ -46,7 +46,6 @@ from tests.services.worker.peers.attention.rig import (
     HEADS,
     HOST_GRANT,
     KV_HEADS,
-    Book,
     Lender,
     always,
     connect,
@@ -93,20 +92,16 @@ def indices(*numbers: int) -> bytes:
     return np.array(numbers, dtype=np.int32).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("changes", "sizes"),
-    [
-        ({"layer": 2}, SIZES),
-        ({"layer": -1}, SIZES),
-        ({"part": None}, SIZES),
-        ({"q_heads": 3}, SIZES),
-        ({"q_heads": -4}, SIZES),
-        ({"q_heads": 1 << 20}, SIZES),
-        ({}, [*SIZES[:2], SIZES[2] + 4]),
-        ({}, SIZES[:2]),
-        ({}, []),
-    ],
-)
+CHANGES: list[dict[str, object]] = [{"layer": 2}, {"layer": -1}, {"part": None}]
+CHANGES += [{"q_heads": heads} for heads in (3, -4, 1 << 20)]
+WRONG_SIZES: list[list[int]] = [[*SIZES[:2], SIZES[2] + 4], SIZES[:2], []]
+UNFIT: list[tuple[dict[str, object], list[int]]] = [
+    *((changes, SIZES) for changes in CHANGES),
+    *(({}, sizes) for sizes in WRONG_SIZES),
+]
+
+
+@pytest.mark.parametrize(("changes", "sizes"), UNFIT)
 def test_what_does_not_fit_is_refused(owner: Lender, changes: dict[str, object], sizes: list[int]) -> None:
     before = content(owner.engine)
     with pytest.raises(InvalidMessage):
@@ -334,23 +329,6 @@ def test_a_debtor_continues_while_it_returns_but_not_on_returned_blocks(
 # --- grants, on the threads that serve links
 
 
-def test_only_the_debtor_enters_and_only_during_the_lease() -> None:
-    book = Book([[2, 5, 6]], BLOCKS)
-    assert book.lent.enter(DEBTOR, [GRANT]) == (GRANT,)
-    book.give_back(1, 5)
-    book.lent.leave([GRANT])
-    assert [freed.blocks for freed in book.freed] == [(5,)]
-    assert book.lent.enter(DEBTOR, [GRANT]) == (GrantRef(1, 2),), "what to compare with the next time"
-    book.lent.leave([GRANT])
-    assert not book.lent.enter(Peer(DEBTOR.worker_id, 2), [GRANT])
-    assert not book.lent.enter(Peer("other", DEBTOR.incarnation), [GRANT])
-    assert not book.lent.enter(DEBTOR, [GRANT, GrantRef(2, 1)])
-    book.now_s = 4.6
-    assert not book.lent.enter(DEBTOR, [GRANT])
-    (freed,) = book.grants.tick(4.6)
-    assert freed.blocks == (2, 6), "a refused call leaves no user"
-
-
 def test_loans_are_reported_while_links_free_blocks() -> None:
     """A heartbeat iterated over a table that a link's thread changed, which stopped the worker."""
     grants = Grants("creditor", 1, Terms(4096, 1e9, 0.5), 4096, lock=threading.RLock())
@@ -410,27 +388,21 @@ def test_a_part_survives_the_round_trip(window_tokens: int) -> None:
     assert np.array_equal(found.kept_slots, spans.slots[spans.slots >= 0])
 
 
+WRONG: dict[str, list[Any]] = {
+    "key_end": [[10**6] * 4, [-1] * 4],
+    "table_start": [[10**6] * 4, [-5] * 4],
+    "first_row": [[0, 5, 3, 4, 6], [1, 2]],
+    "first_position": [[-3] * 4, []],
+    "blocks": [[], b"abc"],
+    "slots": [[4 * 99] * 8, []],
+    "window_tokens": [-1, 1 << 31],
+}
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"key_end": [10**6] * 4},
-        {"key_end": [-1] * 4},
-        {"table_start": [10**6] * 4},
-        {"table_start": [-5] * 4},
-        {"first_row": [0, 5, 3, 4, 6]},
-        {"first_row": [1, 2]},
-        {"first_position": [-3] * 4},
-        {"blocks": []},
-        {"slots": [4 * 99] * 8},
-        {"slots": []},
-        {"first_position": []},
-        {"window_tokens": -1},
-        {"window_tokens": 1 << 31},
-        {"blocks": b"abc"},
-    ],
+    ("name", "value"), [(name, value) for name, wrong in WRONG.items() for value in wrong]
 )
-def test_an_inconsistent_part_is_refused(changes: dict[str, Any]) -> None:
-    ((name, value),) = changes.items()
+def test_an_inconsistent_part_is_refused(name: str, value: Any) -> None:
     if isinstance(value, list):
         value = np.array(value, dtype=getattr(part(), name).dtype).tobytes()
     good = msgspec.structs.asdict(to_wire(part()))

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from bench.micro.distattention.creditor import creditor_processes
 from services.worker.engine.contract import Row
@@ -34,7 +33,7 @@ from shared.messages.base import decode
 from shared.messages.lending import KvTier
 from shared.messages.sequence import Sampling
 from tests.patience import BUSY_S
-from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY, ModelFactory
+from tests.services.worker.conftest import VOCABULARY, ModelFactory, new_model
 from tests.services.worker.engine.rig import Sequences
 from tests.services.worker.peers.attention.process import modules
 from tests.services.worker.peers.attention.rig import (
@@ -339,30 +338,10 @@ def test_a_batch_takes_one_message_per_layer(
         debtor.close()
 
 
-def test_a_long_context_is_fetched_in_segments_that_fit_the_staging(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with lender(llama, 5) as owner:
-        engine, noted = make_engine(llama, 4), Noted(owner, monkeypatch)
-        debtor = connect(engine, [noted.link], 5, choose=always(ShipMode.FETCH), staging_blocks=2)
-        engine.step(rows([(0, 17)]))
-        noted.kinds.clear()
-        engine.step(rows([(17, 1)]))
-        assert noted.kinds == [FETCH, FETCH, FETCH] * LAYERS + [WRITE]
-        debtor.close()
-
-
 # --- own blocks on the host by Pie, and borrowed ones at a creditor
 
 DEVICE_BLOCKS, OWN_BLOCKS, BORROWED_BLOCKS = 12, 18, 9
 """A third of the own blocks in use are on the host."""
-
-
-def six_layers(architecture: str) -> Any:
-    class_name, settings = ARCHITECTURES[architecture]
-    model_class = getattr(transformers, class_name)
-    torch.manual_seed(7)
-    return model_class(model_class.config_class(**settings | {"num_hidden_layers": 6})).eval()
 
 
 @pytest.mark.parametrize("mode", [ShipMode.SHIP, ShipMode.FETCH])
@@ -380,12 +359,12 @@ def test_the_text_beside_pie_equals_that_of_one_big_engine(
     architecture: str, attention: AttentionMode, mode: ShipMode
 ) -> None:
     dice, count, blocks = random.Random(7), 12, OWN_BLOCKS + BORROWED_BLOCKS
-    prompt, model = _long(7, blocks * BLOCK_TOKENS - count), six_layers(architecture)
+    prompt, model = _long(7, blocks * BLOCK_TOKENS - count), new_model(architecture, num_hidden_layers=6)
     expected, _ = generate(make_engine(model, blocks), [prompt], [list(range(blocks))], 9, count)
     with lender(model, BORROWED_BLOCKS) as owner, ExitStack() as stack:
         pie = PieSettings(enabled=True, expansion="fixed", fifo_layers=5, notice_s=0.0)
         small = TorchEngine(
-            describe(six_layers(architecture)),
+            describe(new_model(architecture, num_hidden_layers=6)),
             kv_blocks=DEVICE_BLOCKS,
             block_tokens=BLOCK_TOKENS,
             pie=pie,

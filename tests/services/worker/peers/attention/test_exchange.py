@@ -1,4 +1,4 @@
-"""Native steps over a link: the same numbers, and no access to blocks that are not lent."""
+"""Native steps over a link, and seals: the same numbers, no access to what is not lent, no flipped bit."""
 
 import random
 import socket
@@ -6,29 +6,45 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from services.worker.engine.native import library as native
+from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Homes, Part, split
 from services.worker.engine.spans import Span, pack
 from services.worker.peers.attention import exchange
+from services.worker.peers.attention.assembly import host_blocks
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.peers.attention.exchange import Asker, serve
-from services.worker.peers.attention.memory import LentMemory, device_memory
+from services.worker.peers.attention.memory import LentMemory, device_memory, host_memory
 from services.worker.peers.attention.messages import NATIVE
-from services.worker.peers.attention.seals import NativeSeals
+from services.worker.peers.attention.seals import NativeSeals, TorchSeals
+from services.worker.peers.settings import HostAttention, LendingConfig
 from services.worker.peers.transport.pipe import Pipe
-from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError, PeerLost, StaleEpoch
+from shared.errors import (
+    ConfigError,
+    CorruptedKv,
+    CreditorLost,
+    DeadlineExceeded,
+    InvalidMessage,
+    KvasirError,
+    PeerLost,
+    StaleEpoch,
+)
 from tests.patience import PATIENCE_S, wait_until
 from tests.services.worker.peers.attention.rig import (
     BLOCK_TOKENS,
     DIM,
     HEADS,
     KV_HEADS,
+    add_host,
     always,
     connect,
     lender,
@@ -238,3 +254,135 @@ def test_native_steps_use_the_creditors_interpreter_once(llama: Any, monkeypatch
             attention.end()
         assert asked == [NATIVE]
         debtor.close()
+
+
+PLACES = [4, 1, 3]
+LENGTH = 2 * BLOCK_TOKENS + 3
+
+
+def flip(memory: LentMemory, layer: int, which: int, block: int, rng: random.Random) -> None:
+    words = memory.pools[layer][which][block].view(torch.int32).view(-1)
+    words[rng.randrange(len(words))] ^= 1 << rng.randrange(31)
+
+
+def written(memory: LentMemory) -> None:
+    """Rows of one sequence in three blocks."""
+    memory.backend.adopt(np.array(PLACES, dtype=np.int32), np.full(len(PLACES), 7))
+    for layer in range(LAYERS):
+        slots = [block * BLOCK_TOKENS + at for block in PLACES for at in range(BLOCK_TOKENS)][:LENGTH]
+        kv = torch.randn(2, LENGTH, KV_HEADS, DIM)
+        memory.backend.write(layer, kv[0], kv[1], torch.tensor(slots))
+
+
+def attended(memory: LentMemory, layer: int) -> torch.Tensor:
+    spans = pack([Span(LENGTH, 1, [*PLACES, 0])], BLOCK_TOKENS)
+    return memory.backend.attend_part(layer, spans, torch.ones(1, HEADS, DIM), Shape(0.25))[0]
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_flipped_bit_is_always_found(llama: Any, attention: AttentionMode, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(llama, 6, attention)
+    memory = device_memory(engine.attention) if seed % 2 else host_memory(engine.attention, 6)
+    written(memory)
+    before = [attended(memory, layer) for layer in range(LAYERS)]
+    layer, which, block = rng.randrange(LAYERS), rng.randrange(2), rng.choice(PLACES)
+    pool = memory.pools[layer][which]
+    sound = pool.clone()
+    flip(memory, layer, which, block, rng)
+    with pytest.raises(CorruptedKv) as found:
+        attended(memory, layer)
+    assert found.value.block == block
+    with pytest.raises(CorruptedKv):
+        memory.backend.verify(layer, np.array(PLACES, dtype=np.int32))
+    with pytest.raises(CorruptedKv):
+        new = torch.ones(1, KV_HEADS, DIM)
+        memory.backend.write(layer, new, new, torch.tensor([block * BLOCK_TOKENS + BLOCK_TOKENS - 1]))
+    assert torch.equal(attended(memory, 1 - layer), before[1 - layer]), "other layers are as they were"
+    pool.copy_(sound)
+    assert torch.equal(attended(memory, layer), before[layer])
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_damage_before_a_loan_is_ignored(llama: Any, attention: AttentionMode) -> None:
+    memory = device_memory(make_engine(llama, 6, attention).attention)
+    written(memory)
+    flip(memory, 0, 0, PLACES[1], random.Random(1))
+    memory.backend.adopt(np.array(PLACES[1:2], dtype=np.int32), np.array([8]))
+    new = torch.ones(1, KV_HEADS, DIM)
+    memory.backend.write(0, new, new, torch.tensor([PLACES[1] * BLOCK_TOKENS]))
+    attended(memory, 0)
+    flip(memory, 0, 1, PLACES[0], random.Random(2))
+    with pytest.raises(CorruptedKv):
+        attended(memory, 0)
+
+
+@pytest.mark.parametrize("mode", list(ShipMode))
+@pytest.mark.parametrize("is_host", [False, True])
+def test_the_debtor_loses_the_creditor_and_gets_no_token(llama: Any, mode: ShipMode, is_host: bool) -> None:
+    with lender(llama, 6, host_blocks=6) as owner:
+        engine = make_engine(llama, 1)
+        debtor = connect(engine, [] if is_host else [owner.dial()], 6, choose=always(mode))
+        if is_host:
+            add_host(debtor, owner, range(1, 7))
+        table = [2, 3, 4]
+        kv_rows = torch.randn(3, 2 * BLOCK_TOKENS, 2 * KV_HEADS + HEADS, DIM)
+        attention = engine.attention
+
+        def step(first: int, count: int) -> None:
+            attention.begin([Span(first, count, table)], 1 if count == 1 else 0)
+            try:
+                for layer in range(LAYERS):
+                    given = kv_rows[layer, :count]
+                    q, k, v = given[:, :HEADS], given[:, HEADS:-KV_HEADS], given[:, -KV_HEADS:]
+                    attention.attend(layer, q, k, v, Shape(0.25))
+                attention.end()
+            except CreditorLost:
+                attention.abandon()
+                raise
+
+        step(0, 2 * BLOCK_TOKENS)
+        step(2 * BLOCK_TOKENS, 1)
+        memory = owner.host if is_host else device_memory(owner.engine.attention)
+        assert memory is not None
+        flip(memory, 1, 0, 2, random.Random(3))
+        with pytest.raises(CreditorLost, match="not what was written"):
+            step(2 * BLOCK_TOKENS + 1, 1)
+        # On the thread that serves the link: the debtor may hear of it first.
+        wait_until(lambda: owner.creditor.corrupted_blocks == 1)
+        debtor.close()
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_host_memory_is_in_ram_for_an_engine_on_another_device(attends: bool) -> None:
+    pool = torch.zeros(5, 2, 16, 4, device="meta"), torch.zeros(5, 2, 4, 16, device="meta")
+    library_for = partial(native.choose, "auto", dtype=torch.float32)
+    attention: Any = SimpleNamespace(
+        pools=[pool, pool], threads=1, library_for=lambda device: library_for(device=device)
+    )
+    host = host_memory(attention, 3, attends=attends)
+    assert host.attends is attends
+    assert [tuple(each.shape) for each in host.pools[1]] == [(3, 2, 16, 4), (3, 2, 4, 16)]
+    assert all(each.device.type == "cpu" for pools in host.pools for each in pools)
+    assert isinstance(host.backend, NativeSeals | TorchSeals)
+    host.backend.write(0, torch.ones(1, 2, 16), torch.ones(1, 2, 16), torch.tensor([5]))
+    assert host.pools[0][0][1, :, :, 1].eq(1).all()
+
+
+def test_the_settings_grant_blocks_or_mebibytes(llama: Any) -> None:
+    pools = make_engine(llama, 2).pools
+    block_bytes = sum(pool[0].nbytes for layer in pools for pool in layer)
+    assert host_blocks(LendingConfig(), pools) == 0
+    assert host_blocks(LendingConfig(host_mb=1), pools) == (1 << 20) // block_bytes
+    assert host_blocks(LendingConfig(host_mb=1, host_blocks=7), pools) == 7
+    assert host_blocks(LendingConfig(lend=False, host_mb=1, host_blocks=7), pools) == 0
+    large = torch.zeros(1, 1 << 10, 1 << 10, 4, device="meta")
+    huge: Any = [(large, large)]
+    with pytest.raises(ConfigError, match="holds no block"):
+        host_blocks(LendingConfig(host_mb=1), huge)
+
+
+def test_which_worker_attends_to_host_memory() -> None:
+    assert HostAttention.AUTO.attends("cpu") and not HostAttention.AUTO.attends("cuda")
+    assert HostAttention.COMPUTE.attends("cuda") and not HostAttention.FETCH.attends("cpu")

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,26 +31,14 @@ COST = RemoteCost(LLAMA2_13B_2_A100)
 PROMPT = list(range(100, 100 + 9 * BLOCK_TOKENS))
 
 
-@dataclass
 class One:
     """An engine, and the modelled times of its steps."""
 
-    blocks: int
-    speed: float = 1.0
-    steps_s: list[float] = field(default_factory=list)
-    engine: SimulatedEngine = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.engine = SimulatedEngine(
-            vocabulary=4096,
-            max_positions=4096,
-            kv_blocks=self.blocks,
-            block_tokens=BLOCK_TOKENS,
-            cost=COST.cost,
-            remote_cost=COST,
-            speed=self.speed,
-            sleep=self.steps_s.append,
-        )
+    def __init__(self, blocks: int, speed: float) -> None:
+        self.steps_s: list[float] = []
+        sizes: dict[str, Any] = {"vocabulary": 4096, "max_positions": 4096, "block_tokens": BLOCK_TOKENS}
+        how: dict[str, Any] = {"cost": COST.cost, "remote_cost": COST, "sleep": self.steps_s.append}
+        self.engine = SimulatedEngine(kv_blocks=blocks, speed=speed, **sizes, **how)
 
 
 @dataclass

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, cast
 
-import msgspec
-
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.kv.core.block_pool import BlockPool
@@ -28,60 +26,32 @@ BLOCKS = 20
 """Of a worker."""
 
 
-def borrow(
-    debtor: str = "d",
-    *,
-    blocks: int = 4,
-    request: int = 1,
-    incarnation: int = 1,
-    least: int = 1,
-    tier: KvTier = KvTier.DEVICE,
-    fingerprint: bytes = KV,
-    for_cache: bool = False,
-) -> BorrowBlocks:
-    return BorrowBlocks(
-        debtor_id=debtor,
-        debtor_incarnation=incarnation,
-        request=request,
-        blocks=blocks,
-        least_blocks=least,
-        tier=tier,
-        fingerprint=fingerprint,
-        for_cache=for_cache,
-    )
+def borrow(debtor: str = "d", *, incarnation: int = 1, **fields: Any) -> BorrowBlocks:
+    """Four blocks of the device, or one at least, but for what is named."""
+    usual: dict[str, Any] = {
+        "request": 1,
+        "blocks": 4,
+        "least_blocks": 1,
+        "tier": KvTier.DEVICE,
+        "fingerprint": KV,
+    }
+    return BorrowBlocks(debtor_id=debtor, debtor_incarnation=incarnation, **(usual | fields))
 
 
-def grant(
-    creditor: str = "c", *blocks: int, grant_id: int = 1, lease_s: float = 4.0, tier: KvTier = KvTier.DEVICE
-) -> Grant:
-    return Grant(
-        creditor_id=creditor,
-        creditor_incarnation=1,
-        grant_id=grant_id,
-        generation=1,
-        tier=tier,
-        blocks=blocks,
-        lease_s=lease_s,
-    )
+def grant(creditor: str = "c", *blocks: int, **fields: Any) -> Grant:
+    usual: dict[str, Any] = {"creditor_incarnation": 1, "grant_id": 1, "generation": 1, "lease_s": 4.0}
+    return Grant(creditor_id=creditor, blocks=blocks, **(usual | {"tier": KvTier.DEVICE} | fields))
 
 
 def renew(debtor: str, *grants: int, incarnation: int = 1, creditor_incarnation: int = 1) -> RenewLeases:
-    return RenewLeases(
-        debtor_id=debtor,
-        debtor_incarnation=incarnation,
-        creditor_incarnation=creditor_incarnation,
-        held=tuple(HeldGrant(grant_id=grant_id, generation=1) for grant_id in grants),
-    )
+    lives = {"debtor_incarnation": incarnation, "creditor_incarnation": creditor_incarnation}
+    held = tuple(HeldGrant(grant_id=grant_id, generation=1) for grant_id in grants)
+    return RenewLeases(debtor_id=debtor, held=held, **lives)
 
 
 def give_back(debtor: str, grant_id: int, *blocks: int, incarnation: int = 1) -> ReturnBlocks:
-    return ReturnBlocks(
-        debtor_id=debtor,
-        debtor_incarnation=incarnation,
-        creditor_incarnation=1,
-        grant_id=grant_id,
-        blocks=blocks,
-    )
+    lives = {"debtor_incarnation": incarnation, "creditor_incarnation": 1}
+    return ReturnBlocks(debtor_id=debtor, grant_id=grant_id, blocks=blocks, **lives)
 
 
 class _AtOnce(SimpleQueue[Callable[[], None] | None]):
@@ -115,18 +85,11 @@ class LendingWorker:
         self._tasks = [asyncio.create_task(self.lending.serve()), asyncio.create_task(self._beat())]
 
     async def _beat(self) -> None:
+        name, how = self.bus.instance, {"incarnation": self.bus.incarnation, "fingerprint": self.fingerprint}
         for seq in itertools.count(1):
             free, total = self.pool.free_blocks, self.pool.total_blocks
             capacity = Capacity(total_blocks=total, free_blocks=free, lent_blocks=self.pool.withdrawn_blocks)
-            name = self.bus.instance
-            report = worker_report(
-                name,
-                incarnation=self.bus.incarnation,
-                seq=seq,
-                capacity=capacity,
-                fingerprint=self.fingerprint,
-            )
-            told = msgspec.structs.replace(report, **self.lending.section(capacity))
+            told = worker_report(name, seq=seq, **how, **self.lending.section(capacity))
             await self.bus.publish(subjects.worker_reported(name), told)
             await asyncio.sleep(0.05)
 

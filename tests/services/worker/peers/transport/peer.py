@@ -84,8 +84,6 @@ class Process:
 
 
 class Commands:
-    """Commands of the process."""
-
     def __init__(self, transport: str) -> None:
         self._transport = TRANSPORTS[transport]()
         self._desk = WorkerDesk(OWN, TransportLimits(links=8, idle_s=30.0))
@@ -135,12 +133,10 @@ class Commands:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process as a letter."""
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def main() -> None:
-    """Run commands until the end of the input."""
     commands = Commands(sys.argv[1])
     _say(commands.address)
     for line in sys.stdin:

@@ -49,13 +49,6 @@ def furnish(desk: WorkerDesk) -> Counts:
     def refuse(peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Reception:
         raise InvalidRequest("no room", param="sizes", retry_after_s=0.5)
 
-    def echo(header: bytes, buffers: list[Buffer]) -> Reply:
-        return Reply(header, buffers)
-
-    def source(header: bytes, _: list[Buffer]) -> Reply:
-        sizes = [int(size) for size in header.split()]
-        return Reply(b"", [pattern(size) for size in sizes])
-
     def slow(header: bytes, _: list[Buffer]) -> Reply:
         time.sleep(float(header))
         return Reply(b"at last")
@@ -63,9 +56,9 @@ def furnish(desk: WorkerDesk) -> Counts:
     def fail(header: bytes, _: list[Buffer]) -> Reply:
         raise RuntimeError("a bug in a receiver")
 
-    serve("echo", echo)
+    serve("echo", Reply)
     serve("keep", lambda header, buffers: Reply(b"kept"))
-    serve("source", source)
+    serve("source", lambda header, _: Reply(b"", [pattern(int(size)) for size in header.split()]))
     serve("slow", slow)
     serve("fail", fail)
     desk.serve("refuse", refuse)

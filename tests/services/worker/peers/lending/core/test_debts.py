@@ -1,5 +1,8 @@
-"""The debtor: borrowed blocks and leases, its part in a settlement, and what it borrows and returns."""
+"""The debtor: the search for a creditor, borrowed blocks and leases, what it borrows and returns.
 
+Its part in a settlement: `../test_service.py`, and `tests/stack/test_settling_cores.py` under faults."""
+
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -7,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.peers.core.neighbours import Neighbours
+from services.worker.peers.lending.core.borrowing import AskCreditor, Borrowing, CreditorQuestion, is_answer
 from services.worker.peers.lending.core.debts import BlockState, Borrowed, Debts, GrantKey
-from services.worker.peers.lending.core.grants import Grants, Terms
-from services.worker.peers.lending.core.settling import Copy, Settling, Swap
 from services.worker.peers.lending.core.watermarks import (
     Balance,
     CreditorPressure,
@@ -17,14 +19,15 @@ from services.worker.peers.lending.core.watermarks import (
     in_order,
     pressures,
 )
+from shared.messages.commands import CreditorCandidate, CreditorCandidates, FindCreditors
 from shared.messages.lending import (
     BlocksReturned,
+    BorrowReply,
+    Grant,
     HeldGrant,
     KvTier,
     LeasesRenewed,
-    Settle,
-    Settled,
-    SettlePhase,
+    Refusal,
 )
 from shared.messages.reports import Capacity
 from tests.services.ledger.builders import report
@@ -151,83 +154,10 @@ def test_frozen_blocks_stay_until_they_thaw_or_come_home(debts: Debts) -> None:
     assert debts.in_state(BlockState.RETURNING) == [second]
 
 
-# --- settlements. With faults: tests/stack/test_settling_cores.py.
-
-
-def settling_worker() -> tuple[Settling, Debts]:
-    """A worker that owes `c` and is owed by `d`, with two bounce blocks."""
-    grants, debts = Grants("w", 1, Terms(most_blocks=5), 10), Debts("w", 10, 1)
-    grants.lend(borrow("d"), range(3), 0.0)
-    debts.on_granted(grant("c", 20, 21, 22), 0.0)
-    debts.take(3)
-    settling = Settling(debts, grants)
-    settling.bounce = [8, 9]
-    return settling, debts
-
-
-def step(phase: SettlePhase) -> Settle:
-    return Settle(settlement="s", phase=phase, round=0, blocks=2, creditor_id="c", debtor_id="d")
-
-
-def blocks_of(outcome: object) -> int:
-    assert isinstance(outcome, Settled)
-    return outcome.blocks
-
-
-def copying(settling: Settling) -> None:
-    assert blocks_of(settling.on_settle(step(SettlePhase.FREEZE), 0.0)) == 2
-    assert settling.on_settle(step(SettlePhase.COPY), 1.0) == Copy(((10, 8), (11, 9)))
-
-
-def test_a_settlement_from_freeze_to_unfreeze() -> None:
-    settling, debts = settling_worker()
-    frozen = settling.on_settle(step(SettlePhase.FREEZE), 0.0)
-    assert isinstance(frozen, Settled) and (frozen.blocks, frozen.bounce_blocks) == (2, 2)
-    copying(settling)
-    settling.check_integrity()
-    assert settling.on_copied(step(SettlePhase.COPY), whole=True).blocks == 2
-    assert blocks_of(settling.on_settle(step(SettlePhase.COPY), 1.0)) == 2, "asked again"
-    swap = settling.on_settle(step(SettlePhase.COMMIT), 2.0)
-    assert isinstance(swap, Swap) and swap.pairs == ((10, 8), (11, 9)) and swap.answer.blocks == 2
-    assert [one.message.blocks for one in swap.repayments] == [(20, 21)]
-    assert blocks_of(settling.on_settle(step(SettlePhase.COMMIT), 2.0)) == 2, "asked again"
-    assert settling.bounce == []
-    settling.check_integrity()
-    settling.on_settle(step(SettlePhase.UNFREEZE), 3.0)
-    assert not settling.is_on
-    assert debts.in_state(BlockState.RETURNING) == [10, 11]
-    settling.check_integrity()
-
-
-def test_incomplete_and_late_copies_do_not_count() -> None:
-    settling, debts = settling_worker()
-    copying(settling)
-    assert settling.on_copied(step(SettlePhase.COPY), whole=False).blocks == 0
-    assert blocks_of(settling.on_settle(step(SettlePhase.COMMIT), 1.0)) == 0
-    settling.tick(5.9)
-    assert len(debts.in_state(BlockState.FROZEN)) == 2
-    settling.tick(6.0)
-    assert len(debts.in_state(BlockState.USED)) == 3, "nobody has asked for five seconds"
-    assert settling.on_copied(step(SettlePhase.COPY), whole=True).blocks == 0
-    assert settling.bounce == [8, 9]
-    settling.check_integrity()
-
-
-def test_a_sequence_that_ends_meanwhile_leaves_its_copy_as_a_bounce_block() -> None:
-    settling, debts = settling_worker()
-    copying(settling)
-    settling.on_copied(step(SettlePhase.COPY), whole=True)
-    debts.release([10])
-    swap = settling.on_settle(step(SettlePhase.COMMIT), 0.0)
-    assert isinstance(swap, Swap) and swap.pairs == ((11, 9),)
-    assert settling.bounce == [8]
-    settling.check_integrity()
-
-
 # --- how much to borrow and return
 
 EMPTY = Capacity(total_blocks=10, free_blocks=10)
-MARKS = Marks(4, 12)
+MARKS, ZERO = Marks(4, 12), Marks(0, 0)
 
 
 def balance_of(own_free: int, borrowed_free: int = 0, wanted: int = 0, marks: Marks = MARKS) -> Balance:
@@ -276,63 +206,55 @@ def test_blocks_just_borrowed_are_not_returned(
     assert balance.lacks(0, -back) == 0 or back == 0
 
 
-def gathering(needed_blocks: int, capacity: Capacity) -> Balance:
-    balance = Balance(Marks(0, 0), EMPTY)
+def gathering(
+    needed_blocks: int, free: int = 10, total: int = 10, borrowed: int = 0, marks: Marks = ZERO
+) -> Balance:
+    """A worker one of whose sequences needs so many blocks; all that it has borrowed is free."""
+    balance = Balance(marks, EMPTY)
     balance.needed_blocks = needed_blocks
-    balance.on_report(capacity)
+    balance.on_report(capacity(free, total, borrowed))
     return balance
 
 
+def capacity(free: int, total: int, borrowed: int = 0) -> Capacity:
+    lent = {"borrowed_blocks": borrowed, "borrowed_free_blocks": borrowed}
+    return Capacity(total_blocks=total, free_blocks=free, **lent)
+
+
 def test_the_lack_depends_on_the_pools_size_and_on_grants_since_the_report() -> None:
-    assert gathering(16, EMPTY).lacks(0, 0) == 6
-    assert gathering(16, Capacity(total_blocks=10, free_blocks=3)).lacks(0, 0) == 6
-    assert gathering(0, EMPTY).lacks(0, 0) == 0
-    assert gathering(16, EMPTY).lacks(4, 0) == 2
-    assert gathering(16, EMPTY).lacks(6, 0) == 0
-    balance = gathering(16, EMPTY)
+    lacks = [gathering(16).lacks(granted, 0) for granted in (0, 4, 6)]
+    assert lacks == [6, 2, 0]
+    assert gathering(16, free=3).lacks(0, 0) == 6 and gathering(0).lacks(0, 0) == 0
+    balance = gathering(16)
     assert (balance.wanted_blocks, balance.own_blocks, balance.keep_blocks) == (16, 10, 16)
     assert balance.short_blocks == 6
 
 
 def test_blocks_given_up_wait_for_a_report_before_more_are() -> None:
-    grown = Capacity(total_blocks=20, free_blocks=20, borrowed_blocks=10, borrowed_free_blocks=10)
-    balance = gathering(16, grown)
+    balance = gathering(16, 20, 20, borrowed=10)
     assert balance.may_shrink() and balance.spares(10, 0, 0) == 4
     balance.on_shrunk()
     assert not balance.may_shrink()
-    balance.on_report(grown)
+    balance.on_report(capacity(20, 20, 10))
     assert not balance.may_shrink(), "this report may be older"
-    balance.on_report(Capacity(total_blocks=16, free_blocks=16, borrowed_blocks=6, borrowed_free_blocks=6))
+    balance.on_report(capacity(16, 16, 6))
     assert balance.may_shrink() and balance.spares(6, 0, 0) == 0
 
 
 def test_without_borrowing_ahead_only_a_long_sequence_borrows() -> None:
-    balance = Balance(Marks(2, 4), EMPTY)
-    balance.on_report(Capacity(total_blocks=10, free_blocks=1))
+    balance = gathering(0, free=1, marks=Marks(2, 4))
     assert balance.lacks(0, 0) == 2
     balance.may_borrow_ahead = False
     assert balance.lacks(0, 0) == 0
     balance.needed_blocks = 16
-    balance.on_report(Capacity(total_blocks=10, free_blocks=1))
+    balance.on_report(capacity(1, 10))
     assert balance.lacks(0, 0) >= 6
 
 
 def test_device_memory_that_is_lacked_comes_home_first_then_host_memory_then_by_pressure() -> None:
-    under = {
-        "a": CreditorPressure(2),
-        "b": CreditorPressure(free_fraction=0.1),
-        "c": CreditorPressure(free_fraction=0.9),
-        "d": CreditorPressure(free_fraction=0.9, distance=1),
-    }
-    order = [
-        ("a", DEVICE),
-        ("b", HOST),
-        ("c", HOST),
-        ("a", HOST),
-        ("b", DEVICE),
-        ("d", DEVICE),
-        ("c", DEVICE),
-    ]
+    under = {"a": CreditorPressure(2), "b": CreditorPressure(free_fraction=0.1)}
+    under |= {name: CreditorPressure(free_fraction=0.9, distance=far) for name, far in (("c", 0), ("d", 1))}
+    order = list(zip("abcabdc", (DEVICE, HOST, HOST, HOST, DEVICE, DEVICE, DEVICE), strict=True))
     assert in_order(sorted(order), under) == order
 
 
@@ -346,3 +268,126 @@ def test_pressure_comes_from_heartbeats() -> None:
         "w2": CreditorPressure(short_blocks=3, free_fraction=1.0, distance=1),
         "w3": CreditorPressure(short_blocks=1),
     }
+
+
+NO = BorrowReply(refusal=Refusal.AT_CAP)
+
+
+def candidates(*names: str | tuple[str, KvTier], free_tokens: int = 1) -> CreditorCandidates:
+    named = [(each, KvTier.DEVICE) if isinstance(each, str) else each for each in names]
+    how = {"free_tokens": free_tokens, "distance": 0}
+    found = tuple(CreditorCandidate(worker_id=name, tier=tier, **how) for name, tier in named)
+    return CreditorCandidates(candidates=found)
+
+
+def lends(blocks: int) -> BorrowReply:
+    return BorrowReply(grant=grant("c", *range(blocks)))
+
+
+def asks(question: CreditorQuestion | None) -> tuple[str, int]:
+    assert isinstance(question, AskCreditor)
+    return question.creditor_id, question.question.blocks
+
+
+def test_candidates_are_asked_in_order_until_one_grants() -> None:
+    search = Borrowing("d", 1, block_tokens=16)
+    asked = search.start(4)
+    assert isinstance(asked, FindCreditors) and asked.tokens == 64
+    assert asks(search.on_candidates(candidates("d", "a", "b"), 0.0)) == ("a", 4)
+    assert asks(search.on_reply("a", NO, 0.0)) == ("b", 4)
+    assert search.on_reply("b", lends(4), 0.0) is None
+    assert search.may_start(0.0)
+    search.check_integrity()
+
+
+def test_a_search_for_a_cache_asks_for_host_memory_only() -> None:
+    requests = itertools.count(1)
+    sequences = Borrowing("d", 1, 16, requests=requests)
+    search = Borrowing("d", 1, 16, requests=requests, for_cache=True)
+    sequences.start(1)
+    first = sequences.on_candidates(candidates("a"), 0.0)
+    asked = search.start(4)
+    assert isinstance(asked, FindCreditors) and asked.for_cache
+    question = search.on_candidates(candidates("a", ("b", KvTier.HOST), free_tokens=64), 0.0)
+    assert isinstance(question, AskCreditor) and question.creditor_id == "b"
+    assert question.question.for_cache and question.question.tier is KvTier.HOST
+    assert isinstance(first, AskCreditor) and not first.question.for_cache
+    assert (first.question.request, question.question.request) == (1, 2)
+
+
+def test_after_refusals_the_ledger_is_asked_again_and_told_of_them() -> None:
+    search = Borrowing("d", 1, 16, most_rounds=2, rest_s=1.0)
+    search.start(4)
+    search.on_candidates(candidates("a", "b", "c"), 0.0)
+    search.on_reply("a", NO, 0.0)
+    search.on_reply("b", None, 0.0)
+    again = search.on_reply("c", NO, 0.0)
+    assert isinstance(again, FindCreditors) and again.refused_by == ("a", "b", "c")
+    assert asks(search.on_candidates(candidates("e"), 0.0)) == ("e", 4)
+    assert search.on_reply("e", NO, 5.0) is None
+    assert (search.may_start(5.9), search.may_start(6.0)) == (False, True)
+
+
+def test_each_candidate_is_asked_for_the_tier_that_the_ledger_names() -> None:
+    search = Borrowing("d", 1, 16)
+    search.start(4)
+    named = [("a", KvTier.DEVICE), ("a", KvTier.HOST), ("b", KvTier.HOST)]
+    question = search.on_candidates(candidates(*named), 0.0)
+    for name, tier in named:
+        assert isinstance(question, AskCreditor)
+        assert (question.creditor_id, question.question.tier) == (name, tier)
+        question = search.on_reply(name, lends(1) if tier is KvTier.HOST and name == "a" else NO, 0.0)
+    assert isinstance(question, FindCreditors) and question.tokens == 3 * 16
+    assert (question.refused_by, question.refused_host_by) == (("a",), ("a", "b"))
+
+
+def test_a_search_without_candidates_or_a_ledger_rests() -> None:
+    search = Borrowing("d", 1, 16)
+    search.start(4)
+    with pytest.raises(ValueError, match="looked for"):
+        search.start(1)
+    assert search.on_candidates(candidates(), 1.0) is None
+    assert not search.may_start(1.0)
+    search.start(4)
+    search.on_no_ledger(2.0)
+    assert search.may_start(2.5)
+
+
+@given(
+    wanted=st.integers(1, 20),
+    offers=st.lists(st.lists(st.sampled_from("abcdefgh"), max_size=3), min_size=1, max_size=6),
+    grants=st.lists(st.integers(0, 8), max_size=40),
+)
+def test_any_search_ends_and_takes_at_most_what_is_wanted(
+    wanted: int, offers: list[list[str]], grants: list[int]
+) -> None:
+    search = Borrowing("d", 1, 16)
+    question: CreditorQuestion | None = search.start(wanted)
+    got, asked, requests = 0, 0, []
+    while question is not None:
+        asked += 1
+        assert asked < 100
+        if isinstance(question, FindCreditors):
+            question = search.on_candidates(candidates(*offers.pop() if offers else []), 0.0)
+        else:
+            requests.append(question.question.request)
+            most = question.question.blocks
+            granted = min(most, grants.pop() if grants else 0)
+            got += granted
+            question = search.on_reply(question.creditor_id, lends(granted) if granted else NO, 0.0)
+        search.check_integrity()
+    assert got <= wanted and search.may_start(1.0)
+    assert len(set(requests)) == len(requests)
+
+
+UNFIT = [grant("w", 4), grant("c9", 4), grant("c1", 4, tier=KvTier.HOST)]
+UNFIT += [grant("c1", *blocks) for blocks in ((4, 4), (-1,), (4, 5, 6, 7), ())]
+UNFIT += [grant("c1", 4, lease_s=lease_s) for lease_s in (float("nan"), -1.0)]
+
+
+@pytest.mark.parametrize("granted", UNFIT)
+def test_a_grant_that_does_not_fit_the_request_is_ignored(granted: Grant) -> None:
+    """A grant of own memory stopped the debtor; a repeated block would hold two sequences."""
+    asked = borrow("w", blocks=3)
+    assert not is_answer(granted, AskCreditor("c1", asked))
+    assert is_answer(grant("c1", 4, 5), AskCreditor("c1", asked))

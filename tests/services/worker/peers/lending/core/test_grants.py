@@ -15,7 +15,7 @@ from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms, lend
 from services.worker.peers.lending.stock import Stock
 from shared.blocks import chain, root
-from shared.messages.lending import BorrowReply, Grant, KvTier, Refusal
+from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier, Refusal
 from tests.services.worker.kv.rig import MemoryMover
 from tests.services.worker.peers.lending.builders import KV, borrow, give_back, open_door, renew
 
@@ -58,28 +58,33 @@ def refusal(answer: BorrowReply | int) -> Refusal | None:
 def test_the_cap_allows_a_part_and_then_nothing(grants: Grants) -> None:
     lent(grants, "d", 0, 1, 2, 3)
     assert grants.answer(borrow("e", blocks=5)) == 2
-    assert refusal(grants.answer(borrow("e", blocks=5, least=3))) is Refusal.AT_CAP
+    assert refusal(grants.answer(borrow("e", blocks=5, least_blocks=3))) is Refusal.AT_CAP
     lent(grants, "e", 4, 5)
     assert refusal(grants.answer(borrow("f", blocks=1))) is Refusal.AT_CAP
     assert grants.lend(borrow("f"), [], 0.0).refusal is Refusal.NOTHING_FREE
 
 
-def test_other_kv_a_workers_own_request_and_a_disabled_creditor_are_refused() -> None:
-    assert refusal(creditor().answer(borrow(fingerprint=b"other"))) is Refusal.OTHER_KV
-    assert refusal(creditor().answer(borrow("c"))) is Refusal.NOT_LENDING
-    assert refusal(creditor(Terms(most_blocks=0, fingerprint=KV)).answer(borrow())) is Refusal.NOT_LENDING
-    assert refusal(creditor().answer(borrow(tier=KvTier.HOST))) is Refusal.NOT_LENDING
+NAMELESS, OFF = Terms(most_blocks=6), Terms(most_blocks=0, fingerprint=KV)
+
+
+@pytest.mark.parametrize(
+    ("terms", "asked", "why"),
+    [
+        pytest.param(TERMS, borrow(fingerprint=b"other"), Refusal.OTHER_KV, id="other KV"),
+        pytest.param(TERMS, borrow("c"), Refusal.NOT_LENDING, id="its own request"),
+        pytest.param(OFF, borrow(), Refusal.NOT_LENDING, id="lends nothing"),
+        pytest.param(TERMS, borrow(tier=KvTier.HOST), Refusal.NOT_LENDING, id="no host memory"),
+        pytest.param(NAMELESS, borrow(fingerprint=b""), Refusal.OTHER_KV, id="both nameless"),
+        pytest.param(NAMELESS, borrow(), Refusal.OTHER_KV, id="nameless creditor"),
+        pytest.param(TERMS, borrow(fingerprint=b""), Refusal.OTHER_KV, id="nameless debtor"),
+    ],
+)
+def test_what_is_not_for_the_asker_is_refused(terms: Terms, asked: BorrowBlocks, why: Refusal) -> None:
+    """An empty fingerprint matches nothing, not even another: it may be another model or block size."""
+    assert refusal(creditor(terms).answer(asked)) is why
     frozen = creditor()
     frozen.frozen = True
     assert refusal(frozen.answer(borrow())) is Refusal.NOT_LENDING
-
-
-def test_an_empty_fingerprint_matches_nothing() -> None:
-    """Not even another empty one: it may be another model or block size."""
-    nameless = creditor(Terms(most_blocks=6))
-    assert refusal(nameless.answer(borrow(fingerprint=b""))) is Refusal.OTHER_KV
-    assert refusal(nameless.answer(borrow())) is Refusal.OTHER_KV
-    assert refusal(creditor().answer(borrow(fingerprint=b""))) is Refusal.OTHER_KV
 
 
 def test_the_same_request_gets_the_same_grant_until_the_debtor_restarts(grants: Grants) -> None:
@@ -171,8 +176,6 @@ events = st.one_of(
 
 
 class TwoPools:
-    """A creditor with its pools."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
         self.pools = {KvTier.DEVICE: BlockPool(8, 16), KvTier.HOST: BlockPool(5, 16)}
@@ -295,10 +298,8 @@ def test_cached_prefixes_are_evicted_and_used_blocks_are_not() -> None:
     mover = MemoryMover()
     cache = PrefixCache(BlockPool(6, 2), Tiers(host_blocks=8), mover, CostGate())
     names = chain(root(b"f"), bytes(4 * 2 * 4), 2)
-    blocks = cache.allocate(4)
-    for at, (block, name) in enumerate(zip(blocks, names, strict=True)):
-        mover.device[block] = name
-        assert cache.publish(block, name, names[at - 1] if at else None)
+    mover.publish(cache, names)
+    blocks = cache.hold(names)
     assert lend(cache, most_blocks=3, least_blocks=3, keep_blocks=0) == [], "a sequence uses four"
     with pytest.raises(ValueError, match="name"):
         cache.withdraw(blocks[:1])
