@@ -329,6 +329,23 @@ def test_a_debtor_continues_while_it_returns_but_not_on_returned_blocks(
 # --- grants, on the threads that serve links
 
 
+def test_only_the_debtor_enters_and_only_during_the_lease() -> None:
+    book = Book([[2, 5, 6]], BLOCKS)
+    assert book.lent.enter(DEBTOR, [GRANT]) == (GRANT,)
+    book.give_back(1, 5)
+    book.lent.leave([GRANT])
+    assert [freed.blocks for freed in book.freed] == [(5,)]
+    assert book.lent.enter(DEBTOR, [GRANT]) == (GrantRef(1, 2),), "what to compare with the next time"
+    book.lent.leave([GRANT])
+    assert not book.lent.enter(Peer(DEBTOR.worker_id, 2), [GRANT])
+    assert not book.lent.enter(Peer("other", DEBTOR.incarnation), [GRANT])
+    assert not book.lent.enter(DEBTOR, [GRANT, GrantRef(2, 1)])
+    book.now_s = 4.6
+    assert not book.lent.enter(DEBTOR, [GRANT])
+    (freed,) = book.grants.tick(4.6)
+    assert freed.blocks == (2, 6), "a refused call leaves no user"
+
+
 def test_loans_are_reported_while_links_free_blocks() -> None:
     """A heartbeat iterated over a table that a link's thread changed, which stopped the worker."""
     grants = Grants("creditor", 1, Terms(4096, 1e9, 0.5), 4096, lock=threading.RLock())

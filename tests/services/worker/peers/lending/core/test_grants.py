@@ -101,6 +101,7 @@ def test_a_lease_lasts_a_grace_longer_than_told_and_while_renewed(grants: Grants
     renewed = grants.renew(renew("d", 1), 4.4)
     assert [(held.grant_id, held.generation) for held in renewed.held] == [(1, 1)]
     assert grants.tick(4.4) == []
+    assert grants.enter(("e", 1), 2, 1, 4.6) is None, "over by the clock alone"
     assert grants.tick(4.5) == [Freed(KvTier.DEVICE, (2,))]
     assert grants.renew(renew("e", 2), 4.6).held == ()
     assert grants.renew(renew("d", 1), 8.9).held == (), "over by the creditor's clock, ticked or not"
