@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.core.load_policy import PROBE_BLOCKS, RETRY_LOOKUPS, CostGate
+from services.worker.kv.core.load_policy import (
+    DROPPED,
+    HOST,
+    PEERS,
+    PROBE_BLOCKS,
+    RETRY_LOOKUPS,
+    CostGate,
+    Place,
+)
 from services.worker.kv.core.radix_tree import Tier
 
 LOWER = st.sampled_from([Tier.HOST, Tier.DISK])
@@ -31,6 +39,32 @@ def test_no_other_choice_is_cheaper(
         return sum(block_s[tier] for tier in tiers[:loaded]) + recompute_s * (len(tiers) - loaded)
 
     assert cost_s(chosen) <= min(map(cost_s, range(len(tiers) + 1))) * (1 + 1e-9)
+
+
+@given(SPEED, SPEED, SPEED, st.floats(0, 1), st.booleans())
+def test_a_block_goes_where_it_is_expected_to_cost_least(
+    host_s: float, peer_s: float, recompute_s: float, returning: float, has_peers: bool
+) -> None:
+    gate = gate_of(host_s, 1.0, recompute_s)
+    gate.profile(Tier.PEER, peer_s)
+    cost_s: dict[Place, float] = {
+        HOST: host_s + returning * host_s,
+        PEERS: returning * peer_s,
+        DROPPED: returning * recompute_s,
+    }
+    places = (HOST, PEERS, DROPPED) if has_peers else (HOST, DROPPED)
+    chosen = gate.cheapest(places, returning)
+    assert cost_s[chosen] <= min(cost_s[place] for place in places) * (1 + 1e-9)
+
+
+def test_the_first_place_is_used_while_a_cost_is_unknown() -> None:
+    gate = gate_of(host_s=1.0, disk_s=1.0, recompute_s=1e-6)
+    assert gate.cheapest((HOST, DROPPED), None) is HOST
+    assert gate.cheapest((HOST, DROPPED), 0.5) is DROPPED
+    assert gate.cheapest((PEERS, DROPPED)) is PEERS
+    fresh = CostGate()
+    fresh.profile(Tier.HOST, 1.0)
+    assert fresh.cheapest((HOST, DROPPED), 0.5) is HOST
 
 
 def test_what_nobody_measured_is_tried_with_a_few_blocks() -> None:
