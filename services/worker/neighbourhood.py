@@ -21,7 +21,6 @@ from services.worker.peers import registry as peers
 from services.worker.peers.attention import assembly
 from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.attention.creditor import Creditor, LentGrants
-from services.worker.peers.attention.interfaces import LentBlocks
 from services.worker.peers.keeping.keeper import Keeper, lent_records
 from services.worker.peers.keeping.loans import CacheLoans
 from services.worker.peers.keeping.ways import PeerWays
@@ -119,15 +118,20 @@ class Neighbourhood:
         self.borrower: Borrower | None = None
         """None if the worker does not borrow."""
         self._creditor: Creditor | None = None
-        host: LentBlocks | None = None
+        lent_blocks, host = 0, None
+        if settings.lend and isinstance(engine, SharingEngine | CacheableEngine):
+            block_bytes = sum(int(pool[0].nbytes) for layer in engine.pools for pool in layer)
+            lent_blocks = config.lent_blocks(block_bytes)
         if isinstance(engine, SharingEngine) and engine.is_divisible:
-            host = assembly.lent_host_memory(settings, engine)
+            host = assembly.lent_host_memory(settings, engine, lent_blocks)
             if isinstance(pool, ExtendedPool):
                 failed = self._on_failed
                 self.borrower = assembly.make_borrower(
                     engine, pool, door, registry, settings, transfers, failed, clock
                 )
-        kept = lent_records(settings, engine, host) if isinstance(engine, CacheableEngine) else None
+        kept = None
+        if lent_blocks and isinstance(engine, CacheableEngine):
+            kept = lent_records(engine, lent_blocks, host)
         owner = Owner(
             worker_id=bus.instance,
             incarnation=bus.incarnation,
@@ -136,7 +140,7 @@ class Neighbourhood:
             block_tokens=engine.block_tokens,
             fingerprint=engine.fingerprint if isinstance(engine, CacheableEngine) else b"",
             host=registry.host,
-            host_blocks=0 if kept is None else kept[1],
+            host_blocks=0 if kept is None else lent_blocks,
             host_attends=host is not None and host.attends,
             is_host_for_caches=kept is not None and host is None,
         )
@@ -154,7 +158,7 @@ class Neighbourhood:
         )
         grants = LentGrants(self._lending.grants, self._on_freed, clock)
         if kept is not None:
-            for kind, receiver in Keeper(kept[0], grants).receivers.items():
+            for kind, receiver in Keeper(kept, grants).receivers.items():
                 registry.plane.desk.serve(kind, receiver)
         self._loans: CacheLoans | None = None
         """None if the prefix cache stores nothing at other workers."""

@@ -107,13 +107,14 @@ def open_store(
     instance: str,
     transfers: TransferEngine,
     sums: Checksums = CRC,
+    *,
+    host_blocks: int = 0,
 ) -> KvStore:
-    """Return the cache of `engine`'s blocks, with those that an earlier run of `instance` left on disk.
-    Without a usable disk it warns. Raises ConfigError for an unknown order, and for a host tier larger than
-    Pie's."""
+    """Return the cache of `engine`'s blocks and up to `host_blocks` on the host, with those that an earlier
+    run of `instance` left on disk. Without a usable disk it warns. Raises ConfigError for an unknown order,
+    and for a host tier larger than the engine's host memory for it."""
     records = engine.records()
     size = records.record_bytes
-    host_blocks = config.host_slots(size)
     disk_blocks = config.disk_mb * _MEGA // size
     disk = None
     if disk_blocks:
@@ -143,7 +144,7 @@ def open_store(
         raise ConfigError(
             f"the engine has host memory for {residency.cache_rows} blocks of a prefix cache, not "
             f"{host_blocks}",
-            param="prefix_cache.host_mb",
+            param="host_memory",
         )
     cache = PrefixCache(pool, tiers, mover, gate)
     if residency is not None:

@@ -15,7 +15,6 @@ from services.worker.pie.settings import PieSettings
 from shared.clock import monotonic_s
 from shared.errors import ConfigError
 
-_MEBIBYTE = 1 << 20
 _WAIT_TIMEOUT_S = 30.0
 """A layer that takes longer to arrive is an error."""
 
@@ -43,12 +42,13 @@ def assemble(
     open_stream: OpenStream | None,
     *,
     device_blocks: int,
+    host_bytes: int,
     cache_blocks: int = 0,
     clock: Callable[[], float] = monotonic_s,
 ) -> BlockPie:
-    """On the bytes that `device_blocks` blocks of all layers take: `make_pools` gives the memory of so many
-    blocks of one layer. There is host memory for `cache_blocks` of a prefix cache, too. Raises ConfigError
-    where Pie cannot be: without `open_stream`, too."""
+    """Return Pie on the bytes of `device_blocks` blocks of all layers, and at most `host_bytes` of host
+    memory, plus that for `cache_blocks` of a prefix cache. `make_pools` returns the memory of so many blocks
+    of one layer. Raises ConfigError where Pie is impossible, such as without `open_stream`."""
     if open_stream is None:
         raise ConfigError(
             "pie on a GPU copies blocks with Triton, which is not installed (make setup-gpu): install it, or "
@@ -60,12 +60,12 @@ def assemble(
         raise ConfigError(
             "pie swaps blocks of layers of one shape, this model's differ: set pie.enabled false", param="pie"
         )
-    count, host_blocks = len(layers), settings.host_mb * _MEBIBYTE // shape.block_bytes
+    count, host_blocks = len(layers), host_bytes // shape.block_bytes
     most = sizes.most_in_blocks(count, device_blocks, host_blocks)
     if settings.fifo_layers not in (0, *range(sizes.LEAST_FIFO_LAYERS, most + 1)):
         raise ConfigError(
             f"pie: {settings.fifo_layers} is no level: 0, or from 3 to {most} of this model's {count} layers "
-            f"within host_mb {settings.host_mb}",
+            f"within {host_bytes >> 20} MiB of host memory",
             param="pie.fifo_layers",
         )
     level, limit = settings.fifo_layers, settings.bandwidth_limit

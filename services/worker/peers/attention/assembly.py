@@ -7,7 +7,6 @@ import numpy as np
 from services.worker.door import Door
 from services.worker.engine.contract import AttendingEngine, SharingEngine, TokenEngine
 from services.worker.kv.core.borrowed_pool import ExtendedPool
-from services.worker.kv.tiers.records import LayerPools
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.attention.core.cost import ComputeBudget
@@ -17,9 +16,6 @@ from services.worker.peers.attention.tokens import TokenDebtor, TokenMemory
 from services.worker.peers.registry import Registry
 from services.worker.peers.settings import LendingConfig
 from shared.clock import Clock
-from shared.errors import ConfigError
-
-_MIB = 1 << 20
 
 
 def make_borrower(
@@ -93,9 +89,8 @@ def _device_memory(engine: SharingEngine) -> LentBlocks:
     return device_memory(engine.attention)
 
 
-def lent_host_memory(config: LendingConfig, engine: SharingEngine) -> LentBlocks | None:
-    """Return the lent host memory, None without any. Raises ConfigError for less than a block."""
-    blocks = host_blocks(config, engine.pools)
+def lent_host_memory(config: LendingConfig, engine: SharingEngine, blocks: int) -> LentBlocks | None:
+    """Return `blocks` of lent host memory; None without any."""
     if not blocks:
         return None
     attends = config.host_attention.attends(engine.device_type)
@@ -106,12 +101,3 @@ def lent_host_memory(config: LendingConfig, engine: SharingEngine) -> LentBlocks
 
     assert isinstance(engine, AttendingEngine)
     return host_memory(engine.attention, blocks, attends=attends)
-
-
-def host_blocks(config: LendingConfig, pools: LayerPools) -> int:
-    """Return how many host blocks the settings lend. Raises ConfigError for memory below one block."""
-    each_bytes = sum(int(pool[0].nbytes) for layer in pools for pool in layer)
-    blocks = config.host_blocks or config.host_mb * _MIB // each_bytes
-    if config.lend and config.host_mb and not blocks:
-        raise ConfigError(f"host_mb holds no block: one takes {each_bytes} bytes", param="lending.host_mb")
-    return blocks if config.lend else 0

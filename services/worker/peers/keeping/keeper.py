@@ -12,11 +12,9 @@ import numpy as np
 
 from services.worker.kv.store import CacheableEngine
 from services.worker.kv.tiers.records import Records
-from services.worker.peers.attention.assembly import host_blocks
 from services.worker.peers.attention.creditor import LentGrants
 from services.worker.peers.attention.interfaces import LentBlocks
 from services.worker.peers.attention.messages import GrantRef
-from services.worker.peers.settings import LendingConfig
 from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reception, Reply, bytes_of
 from shared.errors import InvalidMessage, StaleEpoch
 from shared.messages.base import decode
@@ -93,17 +91,9 @@ class Keeper:
         return Reception(commit, lambda: self._grants.leave(refs), buffers)
 
 
-def lent_records(
-    config: LendingConfig, engine: CacheableEngine, host: LentBlocks | None
-) -> tuple[Records, int] | None:
-    """Return the lent host memory as rows of bytes, and its number of blocks; None where none is lent.
-
-    It is `host` where attention works on it, else new memory that is only written and read. Raises
-    ConfigError where the settings grant less than a block."""
+def lent_records(engine: CacheableEngine, blocks: int, host: LentBlocks | None) -> Records:
+    """Return `blocks` of lent host memory as rows of bytes: `host` where attention works on it, else new
+    memory that is only written and read."""
     if host is not None:
-        return Records(host.pools), host.blocks
-    blocks = host_blocks(config, engine.pools)
-    if not blocks:
-        return None
-    rows = np.zeros((blocks, engine.records().record_bytes), dtype=np.uint8)
-    return Records([(rows,)]), blocks
+        return Records(host.pools)
+    return Records([(np.zeros((blocks, engine.records().record_bytes), dtype=np.uint8),)])

@@ -16,7 +16,7 @@ from shared.messages.sequence import FinishReason
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, PrefixRig, make_engine
 from tests.shared.messages.builders import plan, prefill, ref, spec
 
-AUDITS = PrefixCacheConfig(host_mb=0, host_blocks=12, audit_rate=1.0)
+AUDITS = PrefixCacheConfig(audit_rate=1.0)
 PROMPT = [(7 * at) % 90 + 1 for at in range(18)]
 WHOLE = len(PROMPT) // BLOCK_TOKENS
 
@@ -38,7 +38,7 @@ def other() -> TorchEngine:
 
 @pytest.fixture
 def rig(engine: TorchEngine) -> Iterator[PrefixRig]:
-    made = PrefixRig(engine, AUDITS)
+    made = PrefixRig(engine, AUDITS, host_blocks=12)
     yield made
     made.close()
 
@@ -69,7 +69,7 @@ prompts = st.builds(
 def test_rounding_is_no_mistake_and_the_text_is_the_same(
     roomy: TorchEngine, other: TorchEngine, waves: list[list[list[int]]], chunk: int
 ) -> None:
-    rig = PrefixRig(roomy, AUDITS)  # what is compared is there twice for a while
+    rig = PrefixRig(roomy, AUDITS, host_blocks=12)  # what is compared is there twice for a while
     plain = PrefixRig(other, None)
     for wave in waves:
         assert rig.serve(wave, chunk=chunk) == plain.serve(wave)

@@ -23,8 +23,8 @@ class Life(PrefixRig):
     """A worker that holds two prompts on the device and five on the host; the rest is on disk."""
 
     def __init__(self, engine: TorchEngine, folder: Path, **more: object) -> None:
-        tiers = {"host_mb": 0, "host_blocks": 40, "disk_mb": 1, "disk_path": str(folder), "eviction": "lru"}
-        super().__init__(engine, PrefixCacheConfig.model_validate(tiers | more))
+        tiers = {"disk_mb": 1, "disk_path": str(folder), "eviction": "lru"}
+        super().__init__(engine, PrefixCacheConfig.model_validate(tiers | more), host_blocks=40)
         assert self.store is not None
         self.kv = self.store
 
@@ -147,7 +147,7 @@ def test_a_disk_too_slow_for_the_time_there_is_gets_a_beginning_or_nothing(lives
 
 
 def test_hits_and_misses_are_counted_in_blocks() -> None:
-    rig = PrefixRig(make_engine(), PrefixCacheConfig(host_mb=0))
+    rig = PrefixRig(make_engine(), PrefixCacheConfig())
     rig.serve([list(range(25))], chunk=40)
     rig.serve([list(range(25))], chunk=40)
     assert rig.store is not None

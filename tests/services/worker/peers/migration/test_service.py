@@ -79,7 +79,7 @@ NAMES = chain(root(b"f"), pack_tokens(range(8 * BLOCK_TOKENS)), BLOCK_TOKENS)
 
 
 async def test_blocks_are_published_after_they_arrived_and_as_much_room_stays_free() -> None:
-    rig, door = PrefixRig(make_prefix_engine(), PrefixCacheConfig(host_mb=0)), EngineDoor()
+    rig, door = PrefixRig(make_prefix_engine(), PrefixCacheConfig()), EngineDoor()
     assert rig.store is not None
     cache, shelf = rig.store.cache, DeviceShelf(door, rig.store, 2, rig.engine.records())
     blocks = await shelf.make_room(4, ())

@@ -29,8 +29,8 @@ EARLY = order(PROMPT[:9], is_shadow=True)
 
 @contextmanager
 def two(host_blocks: int = 16, share: float = 0.5) -> Iterator[tuple[Side, Side]]:
-    cached = PrefixCacheConfig(host_mb=0, host_blocks=host_blocks, shadow_share=share)
-    with workers(config=QUICK, cached=cached) as (giver, taker):
+    cached = PrefixCacheConfig(shadow_share=share)
+    with workers(config=QUICK, cached=cached, host_blocks=host_blocks) as (giver, taker):
         giver.rig.serve([PROMPT])
         yield giver, taker
 
