@@ -5,12 +5,11 @@ one part; `debtor` chooses the way. Source: Infinite-LLM §4.6 (papers/001).
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -306,40 +305,6 @@ class FetchedShare:
             fetched = _front(self._staging.pools[0][layer], len(segment.fetched))
             fetched_bytes = sum(each.nbytes for each in fetched)
             self._share.lending.speeds.on_fetched(fetched_bytes, self._share.clock() - began_s)
-
-
-TakeBlocks = Callable[[int, Sequence[int], Pools], None]
-"""Gets a layer, the names of the blocks, and the memory with their content."""
-
-
-def visit_blocks(share: StepShare, at: Sequence[int], layers: int, take: TakeBlocks) -> None:
-    """Fetch all layers of a part's blocks through the staging, and call `take` with each piece.
-
-    `at` names the blocks for `take`. Raises KvasirError."""
-    staging = share.lending.staging
-    for layer in range(layers):
-        staged = staging.pools[0][layer]
-        for first in range(0, len(at), staging.blocks):
-            some = at[first : first + staging.blocks]
-            wanted = np.arange(first, first + len(some), dtype=np.int32)
-            request = msgspec.structs.replace(share.request(layer), indices=wanted.tobytes())
-            buffers, began_s = _front(staged, len(some)), share.clock()
-            share.begin(FETCH, request, into=buffers).finish()
-            share.lending.speeds.on_fetched(sum(each.nbytes for each in buffers), share.clock() - began_s)
-            take(layer, some, staged)
-
-
-def into_rows(rows: npt.NDArray[np.uint8], pools: Sequence[Pools]) -> TakeBlocks:
-    """Return a `TakeBlocks` that copies into `rows` `[n, record_bytes]`, laid out as in `Records`."""
-    sizes = [pool[0].nbytes for layer in pools for pool in layer]
-    ends = np.cumsum(sizes).tolist()
-
-    def copy(layer: int, at: Sequence[int], staged: Pools) -> None:
-        for number, part in enumerate(staged, 2 * layer):
-            found = part[: len(at)].reshape(len(at), -1).view(torch.uint8).numpy()
-            rows[np.array(at), ends[number] - sizes[number] : ends[number]] = found
-
-    return copy
 
 
 def _front(pools: Pools, blocks: int) -> list[Buffer]:
