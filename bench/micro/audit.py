@@ -42,7 +42,7 @@ from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.peers.attention.debtor import AttendingDebtor
-from services.worker.peers.attention.seals import NativeSeals
+from services.worker.peers.attention.memory import NativeSeals
 from services.worker.peers.transport.base import bytes_of
 from services.worker.peers.transport.digest import digest
 from shared.errors import InternalError

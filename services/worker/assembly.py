@@ -14,7 +14,7 @@ from services.worker.engine.progress import LoadProgress
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
-from services.worker.kv.tiers.checksums import CRC
+from services.worker.kv.tiers.records import CRC
 from services.worker.kv.transfers import TransferEngine
 from shared.bus import Bus
 

@@ -15,7 +15,7 @@ from services.worker.engine.engine import TorchEngine, decode_cost, prefill_toke
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import fetch, load
 from services.worker.engine.progress import LoadProgress
-from services.worker.peers.attention.staging import HALVES
+from services.worker.peers.attention.shares import HALVES
 from services.worker.peers.settings import LendingConfig
 from services.worker.pie.core.sizes import most_fifo_layers, spare_blocks
 from shared.errors import ConfigError

@@ -22,8 +22,7 @@ from services.worker.peers.attention import assembly
 from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.keeping.keeper import Keeper, lent_records
-from services.worker.peers.keeping.loans import CacheLoans
-from services.worker.peers.keeping.ways import PeerWays
+from services.worker.peers.keeping.loans import CacheLoans, PeerWays
 from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.lending.service import Lending

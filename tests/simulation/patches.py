@@ -29,7 +29,7 @@ import services.worker.kv.transfers as transfers
 import services.worker.peers.attention.creditor as creditor
 import services.worker.peers.keeping.keeper as keeper
 import services.worker.peers.keeping.loans as cache_loans
-import services.worker.peers.keeping.ways as ways
+import services.worker.peers.keeping.loans as ways
 import services.worker.peers.lending.service as lending
 import services.worker.peers.transport.pipe as pipe
 import services.worker.peers.transport.server as bulk_server

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.worker.kv.core.tier_copier import StoredBlock
-from services.worker.kv.tiers.checksums import CRC, Checksums
-from services.worker.kv.tiers.records import RecordRow
+from services.worker.kv.tiers.records import CRC, Checksums, RecordRow
 from services.worker.kv.tiers.slotfile import (
     EMPTY_SLOT,
     FILE_HEADER_BYTES,

@@ -5,8 +5,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.kv.tiers.checksums import CRC, Checksums
-from services.worker.kv.tiers.records import RecordRow
+from services.worker.kv.tiers.records import CRC, Checksums, RecordRow
 from shared.blocks import BlockHash
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from services.worker.kv.core.tier_copier import StoredBlock
-from services.worker.kv.tiers.checksums import CRC, Checksums
-from services.worker.kv.tiers.records import RecordRow
+from services.worker.kv.tiers.records import CRC, Checksums, RecordRow
 from shared.blocks import BlockHash
 
 

@@ -25,10 +25,10 @@ from services.worker.peers.attention.shares import (
     LayerInputs,
     NativeShare,
     ShippedShare,
+    Staging,
     StepShare,
     work_of,
 )
-from services.worker.peers.attention.staging import Staging
 from services.worker.peers.core.neighbours import LinkRates
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError

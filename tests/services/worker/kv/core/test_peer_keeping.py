@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import StoredBlock
-from services.worker.kv.tiers.checksums import CRC
 from services.worker.kv.tiers.peers import PeerTier
-from services.worker.kv.tiers.records import RecordRow
+from services.worker.kv.tiers.records import CRC, RecordRow
 from tests.services.worker.kv.rig import Rig, names_of, tokens_of
 
 FIRST, SECOND, THIRD = (tokens_of(*range(at, at + 8)) for at in (10, 20, 30))

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.kv.core.tier_copier import StoredBlock
-from services.worker.kv.tiers.checksums import CRC
 from services.worker.kv.tiers.disk import DiskTier, open_disk
-from services.worker.kv.tiers.records import RecordRow
+from services.worker.kv.tiers.records import CRC, RecordRow
 from services.worker.kv.tiers.slotfile import (
     PAGE_BYTES,
     SLOT_BYTES,

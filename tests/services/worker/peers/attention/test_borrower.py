@@ -23,8 +23,7 @@ from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.tier_copier import BlockMover
-from services.worker.kv.tiers.checksums import CRC
-from services.worker.kv.tiers.records import Records
+from services.worker.kv.tiers.records import CRC, Records
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.attention.debtor import AttendingDebtor

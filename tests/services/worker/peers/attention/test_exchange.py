@@ -18,9 +18,8 @@ from services.worker.engine.spans import Span, pack
 from services.worker.peers.attention import exchange
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.peers.attention.exchange import Asker, serve
-from services.worker.peers.attention.memory import LentMemory, device_memory
+from services.worker.peers.attention.memory import LentMemory, NativeSeals, device_memory
 from services.worker.peers.attention.messages import NATIVE
-from services.worker.peers.attention.seals import NativeSeals
 from services.worker.peers.transport.pipe import Pipe
 from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError, PeerLost, StaleEpoch
 from tests.patience import PATIENCE_S, wait_until

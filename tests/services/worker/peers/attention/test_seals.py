@@ -14,8 +14,13 @@ from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.paged import Shape
 from services.worker.engine.spans import Span, pack
 from services.worker.peers.attention.core.cost import ShipMode
-from services.worker.peers.attention.memory import LentMemory, device_memory, host_memory
-from services.worker.peers.attention.seals import NativeSeals, TorchSeals
+from services.worker.peers.attention.memory import (
+    LentMemory,
+    NativeSeals,
+    TorchSeals,
+    device_memory,
+    host_memory,
+)
 from services.worker.peers.settings import HostAttention
 from shared.errors import CorruptedKv, CreditorLost
 from tests.patience import wait_until

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.core.borrowing import CreditorPressure
 from services.worker.peers.lending.core.debts import Debts, Repayment
 from services.worker.peers.lending.core.grants import Grants, Terms
-from services.worker.peers.lending.core.watermarks import CreditorPressure
 from services.worker.peers.lending.recalls import Recalls
 from services.worker.peers.lending.stock import Stock
 from shared.errors import CreditorLost

@@ -6,7 +6,7 @@ from pathlib import Path
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.kv.core.settings import PrefixCacheConfig
-from services.worker.peers.migration.shelves import DeviceShelf
+from services.worker.peers.migration.target import DeviceShelf
 from services.worker.service import Worker
 from shared import subjects
 from shared.blocks import chain, root

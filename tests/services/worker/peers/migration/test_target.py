@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker.kv.tiers.checksums import CRC, Checksums
-from services.worker.kv.tiers.records import RecordRow
+from services.worker.kv.tiers.records import CRC, Checksums, RecordRow
 from services.worker.peers.settings import TransferConfig
 from shared.errors import DeadlineExceeded, KvasirError, ModelMismatch
 from tests.services.worker.peers.migration.rig import PROMPT, order, workers

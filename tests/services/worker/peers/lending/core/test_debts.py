@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.peers.core.neighbours import Neighbours
-from services.worker.peers.lending.core.debts import BlockState, Borrowed, Debts, GrantKey
-from services.worker.peers.lending.core.grants import Grants, Terms
-from services.worker.peers.lending.core.settling import Copy, Settling, Swap
-from services.worker.peers.lending.core.watermarks import (
+from services.worker.peers.lending.core.borrowing import (
     Balance,
     CreditorPressure,
     Marks,
     in_order,
     pressures,
 )
+from services.worker.peers.lending.core.debts import BlockState, Borrowed, Debts, GrantKey
+from services.worker.peers.lending.core.grants import Grants, Terms
+from services.worker.peers.lending.core.settling import Copy, Settling, Swap
 from shared.messages.lending import (
     BlocksReturned,
     HeldGrant,
