@@ -21,8 +21,7 @@ from bench.micro.gpu.steps import BLOCK_TOKENS, DTYPE, MODELS, Shape
 from services.worker.engine.attention import LayerShape, make_pools
 from services.worker.engine.stream import stream_opener
 from services.worker.kv.core.fetch_buffers import Blocks
-from services.worker.pie.assembly import BlockShape, assemble
-from services.worker.pie.blocks import BlockPie
+from services.worker.pie.blocks import BlockPie, BlockShape, assemble
 from services.worker.pie.core.meter import Direction
 from services.worker.pie.core.sizes import slot_blocks
 from services.worker.pie.settings import PieSettings

@@ -25,7 +25,7 @@ from services.worker import service as worker
 from services.worker.config import WorkerConfig
 from services.worker.kv import store
 from services.worker.kv.core.prefix_cache import PrefixCache
-from services.worker.kv.tiers.peers import PeerTier
+from services.worker.kv.tiers.host import PeerTier
 from services.worker.peers.keeping.keeper import Keeper
 from services.worker.peers.migration import service as migration
 from services.worker.peers.migration import target

@@ -18,8 +18,7 @@ from services.worker.engine.states import tap_of
 from services.worker.engine.stream import stream_opener
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records, records_of
-from services.worker.pie.assembly import BlockShape, assemble
-from services.worker.pie.blocks import BlockPie
+from services.worker.pie.blocks import BlockPie, BlockShape, assemble
 from services.worker.pie.core.meter import DecodeCost
 from services.worker.pie.core.sizes import most_fifo_layers
 from services.worker.pie.settings import PieSettings

@@ -15,8 +15,7 @@ from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.tiers.copier import TierMover
 from services.worker.kv.tiers.disk import DiskTier, open_disk
-from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.peers import PeerTier
+from services.worker.kv.tiers.host import HostTier, PeerTier
 from services.worker.kv.tiers.records import CRC, Checksums, LayerPools, Records
 from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.transfers import TransferEngine

@@ -17,7 +17,7 @@ import numpy as np
 
 from services.worker.door import Door
 from services.worker.kv.store import KvStore
-from services.worker.kv.tiers.peers import PeerTier
+from services.worker.kv.tiers.host import PeerTier
 from services.worker.kv.tiers.records import RecordRow
 from services.worker.peers.keeping.keeper import KEEP, KEPT, LentSlot
 from services.worker.peers.lending.core.debts import GrantKey

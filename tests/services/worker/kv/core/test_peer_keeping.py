@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import StoredBlock
-from services.worker.kv.tiers.peers import PeerTier
+from services.worker.kv.tiers.host import PeerTier
 from services.worker.kv.tiers.records import CRC, RecordRow
 from tests.services.worker.kv.rig import Rig, names_of, tokens_of
 
