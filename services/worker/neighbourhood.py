@@ -26,8 +26,7 @@ from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.interfaces import BlockDebtor, LentBlocks
 from services.worker.peers.attention.tokens import TokenDebtor, TokenMemory
 from services.worker.peers.core.neighbours import LinkRates
-from services.worker.peers.keeping.keeper import Keeper, lent_records
-from services.worker.peers.keeping.loans import CacheLoans, PeerWays
+from services.worker.peers.keeping.loans import CacheLoans, Keeper, PeerWays, lent_records
 from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.lending.service import Lending

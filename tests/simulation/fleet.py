@@ -26,7 +26,7 @@ from services.worker.config import WorkerConfig
 from services.worker.kv import store
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.tiers.host import PeerTier
-from services.worker.peers.keeping.keeper import Keeper
+from services.worker.peers.keeping.loans import Keeper
 from services.worker.peers.migration import service as migration
 from services.worker.peers.migration import target
 from services.worker.peers.migration.source import BlockSource

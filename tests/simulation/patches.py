@@ -27,8 +27,8 @@ import services.worker.kv.tiers.disk as disk
 import services.worker.kv.tiers.host as peer_tier
 import services.worker.kv.transfers as transfers
 import services.worker.peers.attention.creditor as creditor
-import services.worker.peers.keeping.keeper as keeper
 import services.worker.peers.keeping.loans as cache_loans
+import services.worker.peers.keeping.loans as keeper
 import services.worker.peers.keeping.loans as ways
 import services.worker.peers.lending.service as lending
 import services.worker.peers.transport.pipe as pipe

@@ -22,8 +22,7 @@ from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.peers.attention.creditor import LentGrants
 from services.worker.peers.keeping import loans as loans_module
-from services.worker.peers.keeping.keeper import KEEP, KEPT, Keeper, LentSlot
-from services.worker.peers.keeping.loans import CacheLoans, PeerWays, SlotPlace
+from services.worker.peers.keeping.loans import KEEP, KEPT, CacheLoans, Keeper, LentSlot, PeerWays, SlotPlace
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.settings import LendingConfig
