@@ -159,7 +159,9 @@ class Neighbourhood:
         self.borrower: Borrower | None = None
         """None if the worker does not borrow."""
         self._creditor: Creditor | None = None
-        lent_blocks, device, host = 0, None, None
+        lent_blocks = 0
+        device: LentBlocks | None = None
+        host: LentBlocks | None = None
         if settings.lend and isinstance(engine, SharingEngine | CacheableEngine):
             block_bytes = sum(int(pool[0].nbytes) for layer in engine.pools for pool in layer)
             lent_blocks = config.lent_blocks(block_bytes)

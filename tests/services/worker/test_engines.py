@@ -56,8 +56,12 @@ def test_earlier_names_of_its_parts_are_refused_with_what_to_write(
 ) -> None:
     file = tmp_path / "kvasir.yaml"
     file.write_text(f"worker:\n  {section}:\n    {name}: 64\n")
-    variables = {f"KVASIR_WORKER__{section.upper()}__{name.upper()}": "64"}
-    for flags, environ in (([f"--{section}.{name}=64"], {}), ([], variables), ([f"--config={file}"], {})):
+    ways: tuple[tuple[list[str], dict[str, str]], ...] = (
+        ([f"--{section}.{name}=64"], {}),
+        ([], {f"KVASIR_WORKER__{section.upper()}__{name.upper()}": "64"}),
+        ([f"--config={file}"], {}),
+    )
+    for flags, environ in ways:
         with pytest.raises(ConfigError, match=re.escape(words)):
             load(WorkerConfig, "worker", flags, environ)
 
