@@ -171,7 +171,8 @@ class BlockDebtor(ABC):
         self, pools: LayerPools, own_blocks: int, block_tokens: int, most_creditors: int, deadline_s: float
     ) -> None:
         """`pools`: the engine's; `deadline_s`: for an answer."""
-        self._pools = pools
+        self._sizes_bytes = [[int(pool[0].nbytes) for pool in layer] for layer in pools]
+        """Sizes of a block in the pools of each layer."""
         self._records = records_of(pools)
         self.homes = Homes(own_blocks)
         self.watch = WriteWatch(block_tokens)
@@ -252,8 +253,8 @@ class BlockDebtor(ABC):
                 indices=np.arange(len(some), dtype=np.int32).tobytes(),
             )
             parts = self._records.parts_of(rows[first : first + len(some)])
-            for layer, pools in enumerate(self._pools):
-                into = [np.empty((len(some), pool[0].nbytes), dtype=np.uint8) for pool in pools]
+            for layer, sizes in enumerate(self._sizes_bytes):
+                into = [np.empty((len(some), size), dtype=np.uint8) for size in sizes]
                 header = request_encoder.encode(msgspec.structs.replace(request, layer=layer))
                 buffers = [bytes_of(each) for each in into]
                 lender.link.ask(FETCH, header, into=buffers, deadline_s=self.deadline_s)
