@@ -139,7 +139,7 @@ def _lending(chance: random.Random, schedule: Schedule) -> Schedule:
     """Workers share their KV, and one or two questions are longer than what one of them has."""
     shape, questions = schedule.shape, schedule.questions
     share = chance.choice((0.0, 0.0, 0.3))
-    lending = {
+    lending: dict[str, Any] = {
         "borrow": chance.choice((True, "auto")),
         "max_lent_fraction": 1.0,
         "keep_free_fraction": 0.0,
