@@ -54,7 +54,8 @@ TIGHT: Settings = {
     **PIE,
     "worker.kv_blocks": 96,
     "worker.lending.max_lent_fraction": 1,
-    "worker.pie.host_mb": 4,
+    "worker.host_memory.mb": 260,
+    "worker.host_memory.cache_share": 256 / 260,
     "worker.prefix_cache.disk_mb": 64,
     "placement.policy": "mell",
 }

@@ -155,7 +155,8 @@ def slow_disk(context: Context) -> dict[str, Any]:
     dice, ids = context.random("disk"), vocabulary(TINY_CHAT)
     cache = "worker.prefix_cache"
     settings: dict[str, object] = {"worker.kv_blocks": 32, "worker.engine": "simulated"}
-    settings |= {"worker.simulated.speed": 0.02, f"{cache}.host_blocks": 34, f"{cache}.disk_mb": 64}
+    settings |= {"worker.host_memory.blocks": 34, "worker.host_memory.cache_share": 1}
+    settings |= {"worker.simulated.speed": 0.02, f"{cache}.disk_mb": 64}
     settings |= {f"{cache}.disk_path": str(context.run_dir / "tier"), f"{cache}.disk_bytes_per_s": 900}
     settings |= {f"{cache}.lookahead_sequences": 0}
     prompts = [drawn_tokens(dice, ids, 400) for _ in range(5)]

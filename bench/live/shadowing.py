@@ -27,7 +27,11 @@ from shared.errors import InternalError
 MODEL, PROMPT_TOKENS, ANSWER_TOKENS = "random-100m", 3700, 240
 _LOAD = (4, 1200, 120)
 """(concurrent answers, prompt tokens, answer tokens) of the load without kills."""
-_COMMON: Mapping[str, object] = {"worker.kv_blocks": 1100, "worker.prefix_cache.host_mb": 1024}
+_COMMON: Mapping[str, object] = {
+    "worker.kv_blocks": 1100,
+    "worker.host_memory.mb": 2048,
+    "worker.host_memory.cache_share": 0.5,
+}
 SIDES: Mapping[str, Mapping[str, object]] = {
     "shadow": _COMMON,
     "unshadowed": {**_COMMON, "scheduler.shadow_from_s": 0},

@@ -35,14 +35,13 @@ from services.worker.engine.spans import Span, pack
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Store, StoredBlock
 from services.worker.kv.tiers.copier import TierMover
-from services.worker.kv.tiers.disk import open_disk
+from services.worker.kv.tiers.disk import Geometry, open_disk
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import records_of
-from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.peers.attention.debtor import AttendingDebtor
-from services.worker.peers.attention.seals import NativeSeals
+from services.worker.peers.attention.memory import NativeSeals
 from services.worker.peers.transport.base import bytes_of
 from services.worker.peers.transport.digest import digest
 from shared.errors import InternalError

@@ -102,7 +102,7 @@ def _decoding(model: Any, batch: int, context_tokens: int, block_tokens: int, st
     """Return a worker with `batch` prefilled sequences and a plan of `steps` steps."""
     each = -(-(context_tokens + block_tokens + steps + 1) // block_tokens)
     engine = WithoutModel(model, kv_blocks=batch * each, block_tokens=block_tokens, rows=batch)
-    store = open_store(PrefixCacheConfig(host_mb=0), engine, "bench", TransferEngine(lambda: None))
+    store = open_store(PrefixCacheConfig(), engine, "bench", TransferEngine(lambda: None))
     longest = context_tokens + 2 * block_tokens + steps
     table = SequenceTable(
         store.cache,

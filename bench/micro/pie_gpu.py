@@ -21,8 +21,7 @@ from bench.micro.gpu.steps import BLOCK_TOKENS, DTYPE, MODELS, Shape
 from services.worker.engine.attention import LayerShape, make_pools
 from services.worker.engine.stream import stream_opener
 from services.worker.kv.core.fetch_buffers import Blocks
-from services.worker.pie.assembly import BlockShape, assemble
-from services.worker.pie.blocks import BlockPie
+from services.worker.pie.blocks import BlockPie, BlockShape, assemble
 from services.worker.pie.core.meter import Direction
 from services.worker.pie.core.sizes import slot_blocks
 from services.worker.pie.settings import PieSettings
@@ -104,7 +103,7 @@ def measure(
 ) -> Overlap:
     """Return the median of `steps` steps after a warm-up. Each reads `used_blocks` blocks and writes one
     block for each of `batch` sequences."""
-    settings = PieSettings(enabled=True, expansion="fixed", fifo_layers=fifo_layers, host_mb=_HOST_MB)
+    settings = PieSettings(enabled=True, expansion="fixed", fifo_layers=fifo_layers)
     layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
     pie = assemble(
         settings,
@@ -112,6 +111,7 @@ def measure(
         lambda blocks: make_pools(layer, blocks, BLOCK_TOKENS, dtype, device),
         stream_opener(None, device),
         device_blocks=device_blocks,
+        host_bytes=_HOST_MB << 20,
     )
     used = np.array(pie.make_pool(BLOCK_TOKENS).allocate(used_blocks), dtype=np.int32)
     written = used[:: max(1, used_blocks // batch)]

@@ -198,7 +198,7 @@ def _measured(context: Context, name: str, is_tight: bool) -> dict[str, float]:
         "worker.engine": "simulated",
         "worker.kv_blocks": _TIGHT_BLOCKS if is_tight else _ROOMY_BLOCKS,
         "placement.policy": name.partition(",")[0],
-        **({"worker.prefix_cache.host_blocks": 1} if is_tight else {}),
+        **({"worker.host_memory.blocks": 1, "worker.host_memory.cache_share": 1} if is_tight else {}),
     }
     count, drawn = 60 if context.quick else 400, Random(f"{context.seed}/routes")
     due_s = list(islice(poisson_times(drawn, context.arguments.live_rate), count))

@@ -9,7 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from services.scheduler.core.rules import MoveRules, ReliefRules, Rules, ShadowRules
 from services.scheduler.policy import check_policy, policy_names
 from services.scheduler.policy.contract import PolicySettings, QueueOrder
-from services.scheduler.policy.relief import Rung
+from services.scheduler.policy.relief import LADDER
+from shared.command_line import hint
 from shared.config import ServiceConfig
 
 
@@ -44,7 +45,9 @@ class SchedulerConfig(ServiceConfig):
     relief: bool = Field(
         default=True, description="where a worker's memory runs out, take the cheapest way to free some"
     )
-    relief_off: tuple[Rung, ...] = Field(default=(), description="ways to free memory that are not taken")
+    relief_off: tuple[str, ...] = Field(
+        default=(), description=f"ways to free memory that are not taken, of {', '.join(LADDER)}"
+    )
     most_moves: int = Field(default=16, ge=0, description="migrations at once; 0: none")
     shadow_from_s: float = Field(
         default=0.2,
@@ -52,6 +55,14 @@ class SchedulerConfig(ServiceConfig):
         description="running sequences are copied to a second worker once recomputing them takes so long; "
         "0: never",
     )
+
+    @field_validator("relief_off")
+    @classmethod
+    def _rungs_are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in LADDER:
+                raise ValueError(f"{name!r} is no way to free memory{hint(name, LADDER)}")
+        return names
 
     @field_validator("policy_options")
     @classmethod

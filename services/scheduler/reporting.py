@@ -130,8 +130,8 @@ class TermReport:
             case effects.PublishMoved(moved):
                 self._move(moved)
             case effects.NoteRelief(worker_id, relief):
-                offers = [[str(one.rung), one.blocks, one.cost_s, one.reason] for one in relief.offers]
-                chosen = "wait" if relief.chosen is None else str(relief.chosen.rung)
+                offers = [[one.rung, one.blocks, one.cost_s, one.reason] for one in relief.offers]
+                chosen = "wait" if relief.chosen is None else relief.chosen.rung
                 self._recorder.note("relief", worker=worker_id, chosen=chosen, offers=offers)
                 canonical(_log, "relief", worker=worker_id, reason=relief.reason)
             case effects.NoteTurn(ref, turn):

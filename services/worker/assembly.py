@@ -14,7 +14,7 @@ from services.worker.engine.progress import LoadProgress
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
-from services.worker.kv.tiers.checksums import CRC
+from services.worker.kv.tiers.records import CRC
 from services.worker.kv.transfers import TransferEngine
 from shared.bus import Bus
 
@@ -33,12 +33,12 @@ def open_cache(
     settings, attending = config.prefix_cache, engine if isinstance(engine, AttendingEngine) else None
     if not settings.enabled or not isinstance(engine, CacheableEngine):
         return None
-    if config.engine == "simulated":  # Its blocks are tiny: host_mb would hold millions.
-        most = _SIMULATED_HOST_SHARE * engine.kv_blocks
-        host_blocks = settings.host_blocks or (most if settings.host_mb else 0)
-        settings = settings.model_copy(update={"host_blocks": host_blocks})
-    sums = CRC if config.engine == "simulated" else checksums()
-    store = open_store(settings, engine, instance, transfers, sums)
+    host_blocks = config.cache_blocks(engine.records().record_bytes)
+    is_simulated = config.engine == "simulated"
+    if is_simulated and not config.host_memory.blocks:  # Its blocks are tiny: `mb` would hold millions.
+        host_blocks = min(host_blocks, _SIMULATED_HOST_SHARE * engine.kv_blocks)
+    sums = CRC if is_simulated else checksums()
+    store = open_store(settings, engine, instance, transfers, sums, host_blocks=host_blocks)
     if attending is not None and attending.pie is not None:
         cache = store.cache
         attending.pie.watch(

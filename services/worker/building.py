@@ -15,7 +15,7 @@ from services.worker.engine.engine import TorchEngine, decode_cost, prefill_toke
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import fetch, load
 from services.worker.engine.progress import LoadProgress
-from services.worker.peers.attention.staging import HALVES
+from services.worker.peers.attention.shares import HALVES
 from services.worker.peers.settings import LendingConfig
 from services.worker.pie.core.sizes import most_fifo_layers, spare_blocks
 from shared.errors import ConfigError
@@ -41,7 +41,7 @@ def build(config: WorkerConfig, progress: LoadProgress | None = None) -> TorchEn
     """Return the native engine of a model, warmed up and profiled. Raises ConfigError."""
     torch.set_num_threads(config.threads)
     dtype = stored_dtype(config.model) if config.dtype == "auto" else config.dtype
-    progress = progress or LoadProgress()
+    progress, memory = progress or LoadProgress(), config.host_memory
     fetch(config.model, progress)
     progress.at("reads the weights")
     model = load(config.model, dtype=dtype, device=config.device, progress=progress)
@@ -65,7 +65,8 @@ def build(config: WorkerConfig, progress: LoadProgress | None = None) -> TorchEn
         threads=config.threads,
         release=True,
         pie=config.pie,
-        host_blocks=config.prefix_cache.host_slots(block_bytes),
+        pie_bytes=memory.bytes_of(memory.pie_share, block_bytes),
+        cache_blocks=config.cache_blocks(block_bytes),
         grammars=GrammarMasks(lambda: Grammars(load_tokenizer(config.model), model.vocabulary)),
         states_every=config.states_every,
     )

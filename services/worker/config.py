@@ -9,7 +9,7 @@ from services.worker.core.costs import find_cost
 from services.worker.cores import check_cores
 from services.worker.engine.settings import VLLM_BLOCK_TOKENS, SimulatedConfig, VllmConfig
 from services.worker.kv.core.eviction import order_maker
-from services.worker.kv.core.settings import PrefixCacheConfig
+from services.worker.kv.core.settings import HostMemoryConfig, PrefixCacheConfig
 from services.worker.kv_events import KvEventsConfig
 from services.worker.peers.settings import BulkConfig, LendingConfig, TransferConfig
 from services.worker.pie.settings import PieSettings
@@ -72,6 +72,9 @@ class WorkerConfig(ModelServiceConfig):
     )
     kv_blocks: int = Field(default=0, ge=0, description="KV capacity in blocks instead")
     kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead of both")
+    host_memory: HostMemoryConfig = Field(
+        default=HostMemoryConfig(), description="KV outside the device, by share"
+    )
     prefix_cache: PrefixCacheConfig = Field(
         default=PrefixCacheConfig(), description="KV that outlives its sequence"
     )
@@ -149,6 +152,34 @@ class WorkerConfig(ModelServiceConfig):
                 f"block_tokens {VLLM_BLOCK_TOKENS}, or leave it out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _each_part_has_host_memory(self) -> "WorkerConfig":
+        memory, cache = self.host_memory, self.prefix_cache
+        below = "disk_mb" if cache.disk_mb else "peer_mb" if cache.peer_mb or cache.peer_blocks else ""
+        if below and not ((memory.mb or memory.blocks) and memory.cache_share):
+            raise ValueError(
+                f"prefix_cache.{below} needs host_memory.cache_share: blocks go down one tier at a time"
+            )
+        if self.pie.enabled is True and not memory.pie_share:
+            raise ValueError("pie.enabled needs host memory: lower host_memory.cache_share or lent_share")
+        return self
+
+    def cache_blocks(self, block_bytes: int) -> int:
+        """Return the number of host blocks of the prefix cache; 0: it has none, or is off."""
+        memory = self.host_memory
+        return memory.blocks_of(memory.cache_share, block_bytes) if self.prefix_cache.enabled else 0
+
+    def lent_blocks(self, block_bytes: int) -> int:
+        """Return the number of host blocks for other workers. Raises ConfigError for memory below one."""
+        memory = self.host_memory
+        blocks = memory.blocks_of(memory.lent_share, block_bytes)
+        if not blocks and memory.lent_share and (memory.mb or memory.blocks):
+            raise ConfigError(
+                f"host_memory.lent_share holds no block: one takes {block_bytes} bytes",
+                param="host_memory.lent_share",
+            )
+        return blocks
 
     @model_validator(mode="after")
     def _several_only_without_a_model(self) -> "WorkerConfig":

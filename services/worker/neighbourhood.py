@@ -11,20 +11,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from services.worker.config import WorkerConfig
 from services.worker.door import Door
-from services.worker.engine.contract import AttendingEngine, Engine, SharingEngine
+from services.worker.engine.contract import AttendingEngine, Engine, SharingEngine, TokenEngine
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool
 from services.worker.kv.store import CacheableEngine, KvStore
 from services.worker.kv.transfers import TransferEngine
 from services.worker.peers import registry as peers
-from services.worker.peers.attention import assembly
 from services.worker.peers.attention.borrower import Borrower
+from services.worker.peers.attention.core.cost import ComputeBudget
 from services.worker.peers.attention.creditor import Creditor, LentGrants
-from services.worker.peers.attention.interfaces import LentBlocks
-from services.worker.peers.keeping.keeper import Keeper, lent_records
-from services.worker.peers.keeping.loans import CacheLoans
-from services.worker.peers.keeping.ways import PeerWays
+from services.worker.peers.attention.interfaces import BlockDebtor, LentBlocks
+from services.worker.peers.attention.tokens import TokenDebtor, TokenMemory
+from services.worker.peers.core.neighbours import LinkRates
+from services.worker.peers.keeping.loans import CacheLoans, Keeper, PeerWays, lent_records
 from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.lending.service import Lending
@@ -82,6 +84,44 @@ def possible(config: LendingConfig, engine: Engine) -> LendingConfig:
     return config.model_copy(update={"borrow": False, **allowed})
 
 
+def debtor_of(engine: SharingEngine, config: LendingConfig, rates: LinkRates, clock: Clock) -> BlockDebtor:
+    """Return the engine's access to blocks of other workers. Raises ConfigError where parts of attention
+    cannot be joined."""
+    if isinstance(engine, TokenEngine):
+        return TokenDebtor(engine, most_creditors=config.most_creditors, deadline_s=config.answer_s)
+    from services.worker.peers.attention.debtor import AttendingDebtor  # Needs torch.
+
+    assert isinstance(engine, AttendingEngine)
+    return AttendingDebtor(
+        engine.attention,
+        q_heads=engine.q_heads,
+        own_blocks=engine.own_ids,
+        block_tokens=engine.block_tokens,
+        staging_blocks=config.staging_blocks,
+        most_creditors=config.most_creditors,
+        deadline_s=config.answer_s,
+        rates=rates,
+        link_bytes_per_s=config.link_bytes_per_s,
+        clock=clock,
+    )
+
+
+def lent_memory(
+    engine: SharingEngine, config: LendingConfig, host_blocks: int
+) -> tuple[LentBlocks, LentBlocks | None]:
+    """Return the device's memory for other workers, and `host_blocks` of host memory; None without any."""
+    attends = config.host_attention.attends(engine.device_type)
+    if isinstance(engine, TokenEngine):
+        tokens = np.zeros((host_blocks, engine.block_tokens), dtype=engine.tokens.dtype)
+        host = TokenMemory(tokens, engine, attends) if host_blocks else None
+        return TokenMemory(engine.tokens, engine), host
+    from services.worker.peers.attention.memory import device_memory, host_memory  # Needs torch.
+
+    assert isinstance(engine, AttendingEngine)
+    device = device_memory(engine.attention)
+    return device, host_memory(engine.attention, host_blocks, attends=attends) if host_blocks else None
+
+
 class Neighbourhood:
     """The creditor and debtor sides of one worker."""
 
@@ -119,15 +159,22 @@ class Neighbourhood:
         self.borrower: Borrower | None = None
         """None if the worker does not borrow."""
         self._creditor: Creditor | None = None
+        lent_blocks = 0
+        device: LentBlocks | None = None
         host: LentBlocks | None = None
+        if settings.lend and isinstance(engine, SharingEngine | CacheableEngine):
+            block_bytes = sum(int(pool[0].nbytes) for layer in engine.pools for pool in layer)
+            lent_blocks = config.lent_blocks(block_bytes)
         if isinstance(engine, SharingEngine) and engine.is_divisible:
-            host = assembly.lent_host_memory(settings, engine)
+            if settings.lend:
+                device, host = lent_memory(engine, settings, lent_blocks)
             if isinstance(pool, ExtendedPool):
-                failed = self._on_failed
-                self.borrower = assembly.make_borrower(
-                    engine, pool, door, registry, settings, transfers, failed, clock
-                )
-        kept = lent_records(settings, engine, host) if isinstance(engine, CacheableEngine) else None
+                debtor = debtor_of(engine, settings, registry.rates, clock)
+                parts = door, registry, engine.pools, transfers
+                self.borrower = Borrower(debtor, pool, *parts, self._on_failed)
+        kept = None
+        if lent_blocks and isinstance(engine, CacheableEngine):
+            kept = lent_records(engine, lent_blocks, host)
         owner = Owner(
             worker_id=bus.instance,
             incarnation=bus.incarnation,
@@ -136,7 +183,7 @@ class Neighbourhood:
             block_tokens=engine.block_tokens,
             fingerprint=engine.fingerprint if isinstance(engine, CacheableEngine) else b"",
             host=registry.host,
-            host_blocks=0 if kept is None else kept[1],
+            host_blocks=0 if kept is None else lent_blocks,
             host_attends=host is not None and host.attends,
             is_host_for_caches=kept is not None and host is None,
         )
@@ -154,24 +201,26 @@ class Neighbourhood:
         )
         grants = LentGrants(self._lending.grants, self._on_freed, clock)
         if kept is not None:
-            for kind, receiver in Keeper(kept[0], grants).receivers.items():
+            for kind, receiver in Keeper(kept, grants).receivers.items():
                 registry.plane.desk.serve(kind, receiver)
         self._loans: CacheLoans | None = None
         """None if the prefix cache stores nothing at other workers."""
         if store is not None and store.peers is not None:
             ways = PeerWays(registry, self._loop, config.lending.answer_s, self._on_keeper_failed)
-            parts = store, store.peers, door, ways
-            self._loans = CacheLoans(bus, config.lending, owner, *parts, requests, clock)
-        if settings.lend and isinstance(engine, SharingEngine) and engine.is_divisible:
-            self._creditor = assembly.make_creditor(
-                engine,
+            of_cache = store, store.peers, door, ways
+            self._loans = CacheLoans(bus, config.lending, owner, *of_cache, requests, clock)
+        if device is not None:
+            self._creditor = Creditor(
+                device,
                 grants,
-                settings,
-                host,
-                registry,
-                is_busy=lambda: door.core.has_plans,
+                ComputeBudget(settings.max_remote_attention_fraction),
+                block_tokens=engine.block_tokens,
                 clock=clock,
+                is_busy=lambda: door.core.has_plans,
+                host=host,
             )
+            for kind, receiver in self._creditor.receivers.items():
+                registry.plane.desk.serve(kind, receiver)
 
     def lost_blocks(self, error: CreditorLost) -> set[int]:
         """See `Runner`; on the engine's thread."""

@@ -39,8 +39,7 @@ def explain(
         path = ".".join(names)
         where = f" in {origins[path]}" if path in origins else ""
         if detail["type"] == "extra_forbidden":
-            known = _settings_of(config_type, names[:-1])
-            problems.append(f"{path}: no such setting{where}{hint(names[-1], known)}")
+            problems.append(f"{path}: no such setting{where}{_meant(config_type, names)}")
             continue
         variable = f"{ENV_PREFIX}{section}__{path.replace('.', '__')}".upper()
         problems.append(
@@ -58,14 +57,21 @@ def _shown(path: str, value: object) -> str:
     return f"; got {value!r}"
 
 
-def _settings_of(model: type[BaseModel], path: Sequence[str]) -> tuple[str, ...]:
-    for name in path:
+def _meant(model: type[BaseModel], path: Sequence[str]) -> str:
+    """Return what to write instead of an unknown setting."""
+    for name in path[:-1]:
         field = model.model_fields.get(name)
         inner = _inner_model(field.annotation) if field else None
         if inner is None:
-            return ()
+            return ""
         model = inner
-    return tuple(model.model_fields)
+    return _moved(model, path[-1]) or hint(path[-1], tuple(model.model_fields))
+
+
+def _moved(model: type[BaseModel], name: str) -> str:
+    """Return where an earlier setting went, by the model's `MOVED`; empty: it never existed."""
+    moved: Mapping[str, str] = getattr(model, "MOVED", {})
+    return f"; write {moved[name]}" if name in moved else ""
 
 
 def check_setting(
@@ -79,7 +85,8 @@ def check_setting(
             close = get_close_matches(name, model.model_fields, n=1)
             meant = f"; did you mean {as_typed([*names[: depth - 1], *close])}?" if close else ""
             known = "" if close else hint(name, tuple(model.model_fields))
-            raise ConfigError(f"{so_far} is no setting{meant}{known}", param=name)
+            told = _moved(model, name) or meant + known
+            raise ConfigError(f"{so_far} is no setting{told}", param=name)
         annotation = model.model_fields[name].annotation
         inner = _inner_model(annotation)
         if inner is None:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
 from services.worker.core.costs.fitted import LLAMA2_13B_2_A100, RemoteCost
-from services.worker.peers.lending.core.borrowing import CreditorQuestion
+from services.worker.peers.lending.core.borrowing import CreditorPressure, CreditorQuestion, in_order
 from services.worker.peers.lending.core.debts import BlockState, Repayment
 from services.worker.peers.lending.core.grants import lend
 from services.worker.peers.lending.core.settling import Copy, Swap
-from services.worker.peers.lending.core.watermarks import CreditorPressure, in_order
 from shared.messages.commands import CreditorCandidates, FindCreditors
 from shared.messages.lending import BorrowReply, KvTier, Settled
 from sim.events import EventQueue

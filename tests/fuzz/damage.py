@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from services.worker.kv.tiers.slotfile import Geometry, SlotHeader, pack_file, pack_slot
+from services.worker.kv.tiers.disk import Geometry, SlotHeader, pack_file, pack_slot
 from services.worker.peers.transport import wire
 from shared.errors import Overloaded, to_wire
 from shared.messages.base import encode

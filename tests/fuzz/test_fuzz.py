@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.lasting.transcript import EventsAfter
-from services.worker.kv.tiers.disk import open_disk
-from services.worker.kv.tiers.slotfile import (
+from services.worker.kv.tiers.disk import (
     PAGE_BYTES,
     SLOT_BYTES,
     Geometry,
     SlotHeader,
+    open_disk,
     pack_slot,
     unpack_slot,
 )

@@ -10,7 +10,7 @@ import numpy as np
 
 from services.worker.core.steps import StepCore
 from services.worker.engine.simulated import token_at
-from services.worker.peers.keeping.ways import SlotPlace
+from services.worker.peers.keeping.loans import SlotPlace
 from services.worker.peers.lending.core.debts import BlockState, GrantKey
 from services.worker.service import Worker
 from shared.bus.lease import LeaseHolder

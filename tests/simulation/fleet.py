@@ -25,12 +25,12 @@ from services.worker import service as worker
 from services.worker.config import WorkerConfig
 from services.worker.kv import store
 from services.worker.kv.core.prefix_cache import PrefixCache
-from services.worker.kv.tiers.peers import PeerTier
-from services.worker.peers.keeping.keeper import Keeper
+from services.worker.kv.tiers.host import PeerTier
+from services.worker.peers.keeping.loans import Keeper
 from services.worker.peers.migration import service as migration
 from services.worker.peers.migration import target
-from services.worker.peers.migration.shelves import DeviceShelf
 from services.worker.peers.migration.source import BlockSource
+from services.worker.peers.migration.target import DeviceShelf
 from services.worker.service import Worker
 from shared.errors import UnavailableError
 from tests.simulation import http

@@ -24,12 +24,12 @@ import services.worker.engine_thread as engine_thread
 import services.worker.kv.store as store
 import services.worker.kv.tiers.copier as copier
 import services.worker.kv.tiers.disk as disk
-import services.worker.kv.tiers.peers as peer_tier
+import services.worker.kv.tiers.host as peer_tier
 import services.worker.kv.transfers as transfers
 import services.worker.peers.attention.creditor as creditor
-import services.worker.peers.keeping.keeper as keeper
 import services.worker.peers.keeping.loans as cache_loans
-import services.worker.peers.keeping.ways as ways
+import services.worker.peers.keeping.loans as keeper
+import services.worker.peers.keeping.loans as ways
 import services.worker.peers.lending.service as lending
 import services.worker.peers.transport.pipe as pipe
 import services.worker.peers.transport.server as bulk_server

@@ -66,14 +66,16 @@ def _own_tokens(shape: Shape) -> int:
     return int(worker["kv_blocks"] - kept_blocks) * _BLOCK_TOKENS
 
 
+def _host_memory(cache_blocks: int, lent_blocks: int = 0) -> dict[str, Any]:
+    blocks = cache_blocks + lent_blocks
+    return {"blocks": blocks, "cache_share": cache_blocks / blocks, "lent_share": lent_blocks / blocks}
+
+
 def _shape(chance: random.Random) -> Shape:
     is_moving = chance.random() < 0.5
     blocks = chance.choice((20, 28, 40, 64))
-    cache: dict[str, Any] = {
-        "eviction": chance.choice(("frequent", "lru", "fifo", "random")),
-        "host_blocks": chance.choice((8, 16, 64)),
-        "audit_rate": 0.0,
-    }
+    cache: dict[str, Any] = {"eviction": chance.choice(("frequent", "lru", "fifo", "random"))}
+    memory = _host_memory(chance.choice((8, 16, 64)))
     if chance.random() < 0.4:
         cache |= {"disk_mb": 1, "disk_path": "/tmp/kvasir-simulation"}
     return Shape(
@@ -81,7 +83,12 @@ def _shape(chance: random.Random) -> Shape:
         schedulers=chance.choice((1, 1, 2)),
         workers=chance.choice((2, 2, 3)),
         settings={
-            "worker": {"kv_blocks": blocks, "prefix_cache": cache, "gateway_timeout_s": 4.0},
+            "worker": {
+                "kv_blocks": blocks,
+                "host_memory": memory,
+                "prefix_cache": cache,
+                "gateway_timeout_s": 4.0,
+            },
             "scheduler": {
                 "gateway_timeout_s": 4.0,
                 "lease_ttl_s": 1.0,
@@ -132,19 +139,20 @@ def _lending(chance: random.Random, schedule: Schedule) -> Schedule:
     """Workers share their KV, and one or two questions are longer than what one of them has."""
     shape, questions = schedule.shape, schedule.questions
     share = chance.choice((0.0, 0.0, 0.3))
-    lending = {
+    lending: dict[str, Any] = {
         "borrow": chance.choice((True, "auto")),
         "max_lent_fraction": 1.0,
         "keep_free_fraction": 0.0,
         "low_fraction": share,
         "high_fraction": share,
-        "host_blocks": chance.choice((0, 0, 16)),
+        "lent_blocks": chance.choice((0, 0, 16)),
         "host_attention": chance.choice(("compute", "fetch")),
         "max_remote_attention_fraction": chance.choice((0.0, 0.25, 0.25)),
         "lease_s": chance.choice((1.0, 3.0)),
         "rest_s": 0.1,
     }
-    worker = {**shape.settings["worker"], "lending": lending}
+    memory = _host_memory(shape.settings["worker"]["host_memory"]["blocks"], lending.pop("lent_blocks"))
+    worker = {**shape.settings["worker"], "host_memory": memory, "lending": lending}
     own_tokens = worker["kv_blocks"] * _BLOCK_TOKENS
 
     def longer(question: Question) -> Question:
@@ -194,8 +202,8 @@ def _worn_disks(chance: random.Random, schedule: Schedule) -> Schedule:
     """What is asked was asked before, most of it has left memory for the disk, and disks flip bits."""
     shape = schedule.shape
     cache = {**shape.settings["worker"]["prefix_cache"], "disk_mb": 1, "disk_path": "/tmp/kvasir-simulation"}
-    cache["host_blocks"] = chance.choice((4, 8))
-    worker = {**shape.settings["worker"], "kv_blocks": 20, "prefix_cache": cache}
+    memory = _host_memory(chance.choice((4, 8)))
+    worker = {**shape.settings["worker"], "kv_blocks": 20, "host_memory": memory, "prefix_cache": cache}
     prompts = [question.prompt[: 20 * _BLOCK_TOKENS - 80] for question in schedule.questions]
     questions = tuple(
         replace(
@@ -222,17 +230,19 @@ def _keeping(chance: random.Random, schedule: Schedule) -> Schedule:
     blocks = worker["kv_blocks"] if is_lending else chance.choice((16, 20))
     cache = {
         **worker["prefix_cache"],
-        "host_blocks": chance.choice((4, 8)),
+        "cache_blocks": chance.choice((4, 8)),
         "peer_blocks": chance.choice((8, 32, 96)),
         "shadow_share": chance.choice((0.0, 0.5)),
     }
     lending = {
         "lease_s": chance.choice((0.5, 1.0, 3.0)),
         **worker.get("lending", {}),
-        "host_blocks": chance.choice((8, 32, 96)),
+        "lent_blocks": chance.choice((8, 32, 96)),
         "answer_s": chance.choice((0.1, 1.0)),
     }
-    worker = {**worker, "kv_blocks": blocks, "prefix_cache": cache, "lending": lending}
+    memory = _host_memory(cache.pop("cache_blocks"), lending.pop("lent_blocks"))
+    own = {"kv_blocks": blocks, "host_memory": memory, "prefix_cache": cache, "lending": lending}
+    worker = {**worker, **own}
     most_tokens = blocks * _BLOCK_TOKENS - 80
     prompts = [tuple(chance.randrange(300, 3000) for _ in range(200)) for _ in range(chance.randint(2, 4))]
     long = tuple(question for question in schedule.questions if question.is_long)

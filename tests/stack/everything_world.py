@@ -18,7 +18,7 @@ import numpy as np
 
 from services.scheduler.core.effects import Effect, WantKvAtWorker
 from services.worker.core.plans import StepWork, WorkItem
-from services.worker.kv.core.block_pool import BlockPool, RowPool, RowShare
+from services.worker.kv.core.block_pool import BlockPool, RowShare
 from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.residency import Residency, StepPlan
@@ -49,7 +49,7 @@ class Memory:
 
     def __init__(self, random: Random, clock: Callable[[], float]) -> None:
         self.random = random
-        rows = RowShare(RowPool(ROWS + HOST_BLOCKS), ROWS)
+        rows = RowShare(BlockPool(ROWS + HOST_BLOCKS, 1), ROWS)
         self.residency = Residency(BLOCKS, IDS, LAYERS, self._move, nullcontext(), rows)
         self.device: list[Content] = [[0] * BLOCK_TOKENS for _ in range(BLOCKS)]
         self.rows: dict[int, Content] = {}

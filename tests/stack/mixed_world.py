@@ -19,8 +19,8 @@ from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.policy import BUILT_IN, find_policy
 from services.worker.core.plans import StepWork
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool, capacity_of
+from services.worker.peers.lending.core.borrowing import Balance, Marks
 from services.worker.peers.lending.core.grants import lend
-from services.worker.peers.lending.core.watermarks import Balance, Marks
 from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
 from shared.messages.sequence import SequenceRef

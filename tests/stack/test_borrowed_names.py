@@ -19,7 +19,7 @@ from tests.stack.small_workers import (
 )
 
 pytestmark = pytest.mark.stack
-CACHED = ("worker.prefix_cache.enabled=true", "worker.prefix_cache.host_mb=0")
+CACHED = ("worker.prefix_cache.enabled=true", "worker.host_memory.cache_share=0")
 LONGEST_TOKENS = 2 * (BLOCKS - STAGED_BLOCKS - 1) * BLOCK_TOKENS
 
 

@@ -40,7 +40,8 @@ def three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     settings = (
         *(each for each in SETTINGS if each not in OVERRIDDEN),
         f"worker.lending.max_lent_fraction={CAP_FRACTION}",
-        f"worker.lending.host_blocks={HOST_BLOCKS}",
+        f"worker.host_memory.blocks={2 * HOST_BLOCKS}",
+        "worker.host_memory.lent_share=0.5",
         f"worker.lending.host_attention={request.param}",
     )
     folder = tmp_path_factory.mktemp(f"three-{request.param}") / "run"

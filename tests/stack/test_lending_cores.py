@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.gateway.core.stream import StreamPhase
 from services.scheduler.core.long_waits import Claim, who_may_borrow
-from services.worker.peers.lending.core.watermarks import Balance, Marks
+from services.worker.peers.lending.core.borrowing import Balance, Marks
 from shared.messages.lending import KvTier
 from shared.messages.reports import Capacity
 from tests.stack.actors import Wanted

@@ -17,13 +17,14 @@ from tests.stack.test_prefix_cache import Tenant, Timed, prompt_of
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 BLOCK_TOKENS, PROMPT_BLOCKS, PROMPTS = 64, 5, 24
-LENT_BLOCKS = 200
+HOST_BLOCKS, LENT_BLOCKS = 8, 200
 SETTINGS = (
     "worker.kv_blocks=32",
-    "worker.prefix_cache.host_blocks=8",
+    f"worker.host_memory.blocks={HOST_BLOCKS + LENT_BLOCKS}",
+    f"worker.host_memory.cache_share={HOST_BLOCKS / (HOST_BLOCKS + LENT_BLOCKS)}",
+    f"worker.host_memory.lent_share={LENT_BLOCKS / (HOST_BLOCKS + LENT_BLOCKS)}",
     "worker.prefix_cache.shadow_share=0",
     f"worker.prefix_cache.peer_blocks={LENT_BLOCKS}",
-    f"worker.lending.host_blocks={LENT_BLOCKS}",
     "worker.lending.lease_s=10",
 )
 """Device and host hold a third of the prompts together."""

@@ -129,7 +129,7 @@ def test_a_worker_that_ends_or_is_killed_finds_its_disk_again(tmp_path: Path) ->
     """What is hot goes to disk when a worker is stopped; what has left the device is there already."""
     settings = (
         f"worker.kv_blocks={64 * 16 // BLOCK_TOKENS}",
-        "worker.prefix_cache.host_mb=8",
+        "worker.host_memory.mb=40",
         "worker.prefix_cache.disk_mb=64",
         f"worker.prefix_cache.disk_path={tmp_path / 'kv'}",
     )

@@ -15,7 +15,8 @@ SMALL = (
     f"worker.kv_blocks={56 * 16 // BLOCK_TOKENS}",
     "scheduler.policy=vllm",
     "scheduler.relief=true",
-    "worker.prefix_cache.host_blocks=256",
+    "worker.host_memory.blocks=256",
+    "worker.host_memory.cache_share=1",
     "worker.pie.enabled=false",  # which might make room instead
 )
 """About three of the answers fit to their end."""

@@ -206,7 +206,6 @@ def _engine(kind: Kind, ground: Ground) -> TorchEngine:
         enabled=kind.has_pie,
         expansion="auto" if kind.fifo_layers is None else "fixed",
         fifo_layers=kind.fifo_layers or 0,
-        host_mb=HOST_MB,
         bandwidth_limit=ground.bandwidth,
         window_iterations=ground.window_iterations,
     )
@@ -219,15 +218,14 @@ def _engine(kind: Kind, ground: Ground) -> TorchEngine:
         block_tokens=BLOCK_TOKENS,
         release=True,
         pie=pie,
-        host_blocks=_cache(ground).host_slots(model.block_bytes(BLOCK_TOKENS)),
+        pie_bytes=HOST_MB << 20,
+        cache_blocks=(HOST_MB << 20) // model.block_bytes(BLOCK_TOKENS),
     )
     warm_up(engine)
     return engine
 
 
-def _cache(ground: Ground) -> PrefixCacheConfig:
-    return PrefixCacheConfig(host_mb=HOST_MB, host_bytes_per_s=ground.bandwidth)
-
-
 def _store(engine: TorchEngine, ground: Ground) -> KvStore:
-    return open_store(_cache(ground), engine, "bench", TransferEngine(lambda: None))
+    config, transfers = PrefixCacheConfig(host_bytes_per_s=ground.bandwidth), TransferEngine(lambda: None)
+    host_blocks = (HOST_MB << 20) // engine.records().record_bytes
+    return open_store(config, engine, "bench", transfers, host_blocks=host_blocks)

@@ -51,12 +51,12 @@ class TierCell:
             return {"worker.prefix_cache.enabled": False, "placement.order": self.order}
         found: dict[str, object] = {
             "worker.prefix_cache.enabled": True,
-            "worker.prefix_cache.host_mb": 0,
+            "worker.host_memory.cache_share": float("host" in self.tiers),
             "placement.order": self.order,
             "worker.prefix_cache.lookahead_sequences": 64 if self.prefetch else 0,
         }
         if "host" in self.tiers:
-            found["worker.prefix_cache.host_blocks"] = shape.host * shape.prefix_blocks
+            found["worker.host_memory.blocks"] = shape.host * shape.prefix_blocks
         if "disk" in self.tiers:
             disk_bytes = shape.disk * shape.prefix_blocks * block_bytes
             found["worker.prefix_cache.disk_mb"] = -(-disk_bytes // _MEBI) + 1
@@ -194,8 +194,8 @@ def _talk_all(context: Context, stacks: Stacks) -> dict[str, list[workloads.Talk
         "without": {"worker.prefix_cache.enabled": False},
         "with": {
             "worker.prefix_cache.enabled": True,
-            "worker.prefix_cache.host_mb": 0,
-            "worker.prefix_cache.host_blocks": shape.host_blocks,
+            "worker.host_memory.blocks": shape.host_blocks,
+            "worker.host_memory.cache_share": 1,
         },
     }
     talks: dict[str, list[workloads.Talked]] = {name: [] for name in sides}

@@ -17,7 +17,7 @@ VARIANTS: Mapping[str, Settings] = {
     "all": _ALL,
     "again": _ALL,  # equal to `all`, to show the bench's own error
     "no_evict": {**_ALL, "worker.prefix_cache.enabled": False},
-    "no_host": {**_ALL, "worker.prefix_cache.host_mb": 0},
+    "no_host": {**_ALL, "worker.host_memory.cache_share": 0},
     "no_reserve": {**_ALL, "scheduler.policy_options.reserve_ratio": 0},
     "no_borrow": {**_ALL, "worker.lending.borrow": False},
     "no_migrate": {**_ALL, "scheduler.relief_off": ["migrate"]},

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from services.scheduler.policy.contract import PolicySettings, QueueOrder
 from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
-from services.scheduler.policy.relief import Rung
 
 PLACEMENT_BATCH = 64
 """Maximum number of sequences in one question to placement."""
@@ -27,7 +26,7 @@ class ReliefRules:
     """Settings of the relief ladder."""
 
     enabled: bool = False
-    switched_off: frozenset[Rung] = frozenset()
+    switched_off: frozenset[str] = frozenset()
     interval_s: float = 0.5  # between two decisions about one worker
     ahead_s: float = 0.3  # memory is short if it lasts no longer than this
     hold_s: float = 30.0  # without borrowing in advance once another rung was cheaper

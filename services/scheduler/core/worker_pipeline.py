@@ -19,9 +19,10 @@ from services.scheduler.policy.contract import GuardedPolicy, PlannedBatch, Plan
 from services.scheduler.policy.relief import (
     LADDER,
     MemoryPressure,
+    Recompute,
     Relief,
     ReliefSpeeds,
-    Rung,
+    Swap,
     Victim,
     next_relief,
 )
@@ -31,7 +32,7 @@ from shared.messages.plans import BatchPlan, Decode, Preemption, PreemptMode, Pr
 from shared.messages.reports import SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 
-_OTHERS = frozenset(LADDER) - {Rung.SWAP, Rung.RECOMPUTE}
+_OTHERS = frozenset(LADDER) - {Swap.name, Recompute.name}
 
 
 def speeds_of(report: WorkerReported, target: WorkerReported | None = None) -> ReliefSpeeds:
@@ -72,7 +73,7 @@ class Preempting:
                 victim=Victim(blocks=item.held_blocks, tokens=item.computed_tokens, remaining_tokens=0),
             )
             relief = next_relief(pressure, rules.switched_off | _OTHERS)
-            if relief.chosen is not None and relief.chosen.rung is Rung.SWAP:
+            if relief.chosen is not None and relief.chosen.rung == Swap.name:
                 mode = PreemptMode.SWAP
                 self.swapped_blocks += item.held_blocks
         self.counts[mode] += 1

@@ -18,8 +18,7 @@ from services.worker.engine.states import tap_of
 from services.worker.engine.stream import stream_opener
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records, records_of
-from services.worker.pie.assembly import BlockShape, assemble
-from services.worker.pie.blocks import BlockPie
+from services.worker.pie.blocks import BlockPie, BlockShape, assemble
 from services.worker.pie.core.meter import DecodeCost
 from services.worker.pie.core.sizes import most_fifo_layers
 from services.worker.pie.settings import PieSettings
@@ -52,9 +51,11 @@ class TorchEngine:
         pie: PieSettings | None = None,
         grammars: GrammarMasks | None = None,
         states_every: int = 0,
-        host_blocks: int = 0,
+        pie_bytes: int = 1 << 30,
+        cache_blocks: int = 0,
     ) -> None:
-        """Allocate the pools; with Pie also host memory for `host_blocks` blocks of the prefix cache.
+        """Allocate the pools; with Pie also up to `pie_bytes` of host memory, and host memory for
+        `cache_blocks` blocks of the prefix cache.
 
         `states_every`: return a hidden state with every so many tokens of an answer; 0: never."""
         config = model.module.config.get_text_config()
@@ -72,7 +73,8 @@ class TorchEngine:
         self.block_tokens = block_tokens
         open_stream = stream_opener(choose(attention, device=model.device, dtype=model.dtype), model.device)
         self.pie: BlockPie | None = None
-        if pie is not None and _is_swapped(pie, model.layers, can_swap_blocks=open_stream is not None):
+        can_swap = open_stream is not None and pie_bytes > 0
+        if pie is not None and _is_swapped(pie, model.layers, can_swap_blocks=can_swap):
             self.pie = assemble(
                 pie,
                 [
@@ -82,7 +84,8 @@ class TorchEngine:
                 lambda blocks: make_pools(model.layers[0], blocks, block_tokens, model.dtype, model.device),
                 open_stream,
                 device_blocks=kv_blocks,
-                cache_blocks=host_blocks,
+                host_bytes=pie_bytes,
+                cache_blocks=cache_blocks,
             )
             self.kv_blocks = self.pie.capacity_blocks
         self._resident = None if self.pie is None else self.pie.kv

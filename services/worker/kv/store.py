@@ -13,13 +13,10 @@ from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
-from services.worker.kv.tiers.checksums import CRC, Checksums
 from services.worker.kv.tiers.copier import TierMover
-from services.worker.kv.tiers.disk import DiskTier, open_disk
-from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.peers import PeerTier
-from services.worker.kv.tiers.records import LayerPools, Records
-from services.worker.kv.tiers.slotfile import Geometry
+from services.worker.kv.tiers.disk import DiskTier, Geometry, open_disk
+from services.worker.kv.tiers.host import HostTier, PeerTier
+from services.worker.kv.tiers.records import CRC, Checksums, LayerPools, Records
 from services.worker.kv.transfers import TransferEngine
 from shared.errors import ConfigError
 from shared.log import canonical, get_logger
@@ -107,13 +104,14 @@ def open_store(
     instance: str,
     transfers: TransferEngine,
     sums: Checksums = CRC,
+    *,
+    host_blocks: int = 0,
 ) -> KvStore:
-    """Return the cache of `engine`'s blocks, with those that an earlier run of `instance` left on disk.
-    Without a usable disk it warns. Raises ConfigError for an unknown order, and for a host tier larger than
-    Pie's."""
+    """Return the cache of `engine`'s blocks and up to `host_blocks` on the host, with those that an earlier
+    run of `instance` left on disk. Without a usable disk it warns. Raises ConfigError for an unknown order,
+    and for a host tier larger than the engine's host memory for it."""
     records = engine.records()
     size = records.record_bytes
-    host_blocks = config.host_slots(size)
     disk_blocks = config.disk_mb * _MEGA // size
     disk = None
     if disk_blocks:
@@ -143,7 +141,7 @@ def open_store(
         raise ConfigError(
             f"the engine has host memory for {residency.cache_rows} blocks of a prefix cache, not "
             f"{host_blocks}",
-            param="prefix_cache.host_mb",
+            param="host_memory",
         )
     cache = PrefixCache(pool, tiers, mover, gate)
     if residency is not None:

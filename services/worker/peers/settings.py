@@ -1,7 +1,7 @@
 """Settings of a worker's cooperation with others: lending, moves of blocks, and the bulk plane."""
 
 from enum import StrEnum
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,11 +25,12 @@ class LendingConfig(BaseModel):
     """Section `worker.lending`. Fractions are of the worker's own KV."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    MOVED: ClassVar = dict.fromkeys(
+        ("host_mb", "host_blocks"), "worker.host_memory.mb or .blocks, and .lent_share"
+    )
 
     lend: bool = Field(default=True, description="lend free KV memory to other workers")
     max_lent_fraction: float = Field(default=0.5, ge=0, le=1, description="most of it to lend")
-    host_mb: int = Field(default=0, ge=0, description="host memory for blocks of other workers, in MiB")
-    host_blocks: int = Field(default=0, ge=0, description="the same in blocks; 0: use host_mb")
     host_attention: HostAttention = Field(
         default=HostAttention.AUTO, description="which worker attends to keys in lent host memory"
     )

@@ -1,6 +1,6 @@
 """Settings of Pie in one worker (`worker.pie`)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,6 +10,9 @@ class PieSettings(BaseModel):
     second."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    MOVED: ClassVar = {
+        "host_mb": "worker.host_memory.mb; Pie has what .cache_share and .lent_share leave of it"
+    }
 
     enabled: bool | Literal["auto"] = Field(
         default="auto",
@@ -23,9 +26,6 @@ class PieSettings(BaseModel):
         default=0,
         ge=0,
         description="level at the start, as the length of a queue of layers: 0, or 3 and more",
-    )
-    host_mb: int = Field(
-        default=1024, ge=1, description="most host memory for blocks, in MiB; page-locked on a GPU"
     )
     bandwidth_limit: float = Field(
         default=0.0, ge=0, description="of the link in each direction, on a CPU; 0: as fast as memory"

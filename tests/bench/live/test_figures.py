@@ -275,7 +275,7 @@ def test_tiers_are_as_large_as_the_paper_says(tmp_path: Path) -> None:
     shape, size = Templates(), block_bytes(TINY_CHAT)
     assert size == 8 * 2 * 2 * 64 * 16 * 4
     settings = TierCell(TIERS[-1], "fpf", prefetch=False).settings(shape, size, tmp_path)
-    assert settings["worker.prefix_cache.host_blocks"] == 32 * 25
+    assert settings["worker.host_memory.blocks"] == 32 * 25
     disk_mb = settings["worker.prefix_cache.disk_mb"]
     assert isinstance(disk_mb, int) and 0 <= disk_mb * 2**20 - 128 * 25 * size < 2 * 2**20 + size
     assert settings["worker.prefix_cache.lookahead_sequences"] == 0 and settings["placement.order"] == "fpf"

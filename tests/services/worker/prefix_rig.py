@@ -47,13 +47,16 @@ def make_engine(blocks: int = DEVICE_BLOCKS, architecture: str = "llama") -> Tor
 class PrefixRig:
     """One worker's life. `config` None: no prefix cache."""
 
-    def __init__(self, engine: TorchEngine, config: PrefixCacheConfig | None) -> None:
+    def __init__(
+        self, engine: TorchEngine, config: PrefixCacheConfig | None, *, host_blocks: int = 0
+    ) -> None:
         self.engine = engine
         self.store: KvStore | None = None
         prefixes = None
         pool = BlockPool(engine.kv_blocks, engine.block_tokens)
         if config is not None:
-            self.store = open_store(config, engine, "worker-0", TransferEngine(lambda: None))
+            transfers = TransferEngine(lambda: None)
+            self.store = open_store(config, engine, "worker-0", transfers, host_blocks=host_blocks)
             prefixes = Prefixes(self.store.cache, self.store.fingerprint, auditor=self.store.auditor)
         self.prefixes = prefixes
         self.core = core_of(pool if self.store is None else self.store.cache, prefixes, LIMITS)

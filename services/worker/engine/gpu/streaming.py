@@ -218,8 +218,8 @@ def open_on_gpu(
     if int(error):
         raise ConfigError(
             f"{rows.nbytes >> 20} MiB of host memory cannot be page-locked for the GPU ({error}): lower "
-            "pie.host_mb",
-            param="pie.host_mb",
+            "host_memory.mb, or set pie.enabled false",
+            param="host_memory.mb",
         )
 
     def release() -> None:

@@ -4,8 +4,7 @@ import ctypes
 from functools import cache
 
 from services.worker.engine.native.build import build
-from services.worker.kv.tiers.checksums import CRC, Checksums
-from services.worker.kv.tiers.records import RecordRow
+from services.worker.kv.tiers.records import CRC, Checksums, RecordRow
 from shared.errors import ConfigError
 
 

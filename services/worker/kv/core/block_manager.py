@@ -212,7 +212,7 @@ class Inventory:
         place = self.host_slot(node)
         if place is None:
             return False
-        self.host.rows.give(place)
+        self.host.rows.release([place])
         self.counts["adopted"] += 1
         return True
 

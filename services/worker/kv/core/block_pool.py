@@ -31,65 +31,6 @@ def joined(tables: Iterable[Sequence[int]]) -> npt.NDArray[np.int32]:
     return np.frombuffer(flat, dtype=np.int32)
 
 
-class RowPool:
-    """Rows 0 … total-1 of a worker's host memory, each free or taken."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self._free = list(range(total - 1, -1, -1))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self) -> int | None:
-        """Take a free row; None when there is none."""
-        return self._free.pop() if self._free else None
-
-    def claim(self, rows: Collection[int]) -> None:
-        """Take certain rows, each once. Raises ValueError, and takes none, unless all are free."""
-        wanted = set(rows)
-        free = [row for row in self._free if row not in wanted]
-        if len(wanted) != len(rows) or len(free) + len(wanted) != len(self._free):
-            raise ValueError("rows are claimed that are not free")
-        self._free = free
-
-    def give(self, row: int) -> None:
-        """Free a row."""
-        self._free.append(row)
-
-    def check_integrity(self, used: Iterable[int]) -> None:
-        """Raise AssertionError unless each row is either free or in `used`, once."""
-        assert sorted([*used, *self._free]) == list(range(self.total)), "rows lost or used twice"
-
-
-class RowShare:
-    """One owner's part of `rows`: at most `total` of them, wherever they are."""
-
-    def __init__(self, rows: RowPool, total: int) -> None:
-        """Raises ValueError for a negative total."""
-        if total < 0:
-            raise ValueError(f"{total} rows of host memory")
-        self.rows = rows
-        self.total = total
-        self.used = 0
-
-    @property
-    def free(self) -> int:
-        return self.total - self.used
-
-    def take(self) -> int | None:
-        """Take a free row; None when there is none."""
-        row = self.rows.take() if self.free > 0 else None
-        self.used += row is not None
-        return row
-
-    def give(self, row: int) -> None:
-        """Free a row."""
-        self.used -= 1
-        self.rows.give(row)
-
-
 class BlockPool:
     """Block ids 0 … total-1, each free or taken. The block freed last is taken first: its memory is warm.
     `on_taken` and `on_freed` are called with the blocks, `on_low` when few blocks are left."""
@@ -153,6 +94,16 @@ class BlockPool:
                 warn()
         return taken
 
+    def claim(self, blocks: Collection[int]) -> None:
+        """Take certain blocks, each once. Raises ValueError, and takes none, unless all are free."""
+        wanted = set(blocks)
+        free = [block for block in self._free if block not in wanted]
+        if len(wanted) != len(blocks) or len(free) + len(wanted) != len(self._free):
+            raise ValueError("blocks are claimed that are not free")
+        self._free = free
+        for block in wanted:
+            self._is_free[block] = False
+
     def release(self, blocks: Iterable[int]) -> None:
         """Free blocks. Raises ValueError on one that is free already or out of range."""
         blocks = list(blocks)
@@ -198,3 +149,31 @@ class BlockPool:
         seen = sorted([*held, *self._free, *self._withdrawn])
         assert seen == list(range(self.ids)), f"blocks lost or held twice: {seen}"
         assert all(self._is_free[block] for block in self._free), "a free block is marked as taken"
+
+
+class RowShare:
+    """One owner's part of `rows` of host memory: at most `total` of them, wherever they are."""
+
+    def __init__(self, rows: BlockPool, total: int) -> None:
+        """Raises ValueError for a negative total."""
+        if total < 0:
+            raise ValueError(f"{total} rows of host memory")
+        self.rows = rows
+        self.total = total
+        self.used = 0
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    def take(self) -> int | None:
+        """Take a free row; None when there is none."""
+        if self.free <= 0 or not self.rows.free_blocks:
+            return None
+        self.used += 1
+        return self.rows.allocate(1)[0]
+
+    def give(self, row: int) -> None:
+        """Free a row."""
+        self.used -= 1
+        self.rows.release([row])

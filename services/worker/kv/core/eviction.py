@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from services.worker.kv.core.block_pool import RowPool, RowShare
+from services.worker.kv.core.block_pool import BlockPool, RowShare
 from services.worker.kv.core.radix_tree import Node, Tier
 from shared.average import averaged
 from shared.blocks import BlockHash
@@ -264,9 +264,9 @@ def group_of(node: Node, tier: Tier) -> int:
 class SlotPool(RowShare):
     """Slots of the host or disk tier; `order` has the evictable copies."""
 
-    def __init__(self, total: int, order: EvictionOrder, rows: RowPool | None = None) -> None:
+    def __init__(self, total: int, order: EvictionOrder, rows: BlockPool | None = None) -> None:
         """`rows` may be shared with other owners; None: the pool has its own."""
-        super().__init__(RowPool(max(0, total)) if rows is None else rows, total)
+        super().__init__(BlockPool(max(1, total), 1) if rows is None else rows, total)
         self.order, self.most = order, total
 
     def __contains__(self, place: object) -> bool:

@@ -1,10 +1,13 @@
-"""The decision to load or recompute a stored prefix, from measured load and prefill speeds. Pure.
+"""Where a block that leaves the device goes, and whether to load or recompute a stored prefix. Pure.
 
-Of `n` stored blocks, the first `k` are loaded such that load(k) + recompute(n - k) is least. A tier of
-unknown speed is probed with a few blocks, and a tier that lost is probed again now and then. The savings and
-costs of each tier are counted. Source: `algorithms.md` §5."""
+Both are decided by measured speeds, in seconds per block. A block goes to the `Place` with the least expected
+time (docs/decisions/0066). Of `n` stored blocks, the first `k` are loaded such that load(k) + recompute(n -
+k) is least. A tier of unknown speed is probed with a few blocks, and a tier that lost is probed again now and
+then. The savings and costs of each tier are counted. Source: `algorithms.md` §5."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from services.worker.kv.core.radix_tree import Tier
 from shared.average import averaged
@@ -21,12 +24,45 @@ _LEAST_PATIENCE_S = 0.05
 """Minimum time before a load is abandoned: the copying thread may have to wait for a core."""
 
 
+class Place(ABC):
+    """Where a block that leaves the device may go. A new kind is a subclass, and an entry in the caller's
+    list of candidates."""
+
+    @abstractmethod
+    def cost_s(self, gate: "CostGate", returning: float) -> float | None:
+        """Return the expected seconds per block if the share `returning` comes back; None: not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept(Place):
+    """A tier, from which a block is loaded again."""
+
+    tier: Tier
+    is_waited_for: bool = False
+    """The engine waits for copies to it. A copy is assumed to take as long as a load."""
+
+    def cost_s(self, gate: "CostGate", returning: float) -> float | None:
+        block_s = gate.block_s(self.tier)
+        return (self.is_waited_for + returning) * block_s if block_s else None
+
+
+class Dropped(Place):
+    """Nowhere: the block is computed again."""
+
+    def cost_s(self, gate: "CostGate", returning: float) -> float | None:
+        return None if gate.recompute_block_s is None else returning * gate.recompute_block_s
+
+
+HOST, PEERS, DROPPED = Kept(Tier.HOST, is_waited_for=True), Kept(Tier.PEER), Dropped()
+
+
 class CostGate:
     """Smoothed speeds of tiers and prefill, and the decisions made from them."""
 
     def __init__(self) -> None:
         self._block_s: dict[Tier, float] = {}
-        self._recompute_block_s: float | None = None
+        self.recompute_block_s: float | None = None
+        """Time to compute a block; None: unknown."""
         self._refusals: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.refused_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         """Number of stored blocks that were computed instead, as that was estimated to be faster."""
@@ -38,7 +74,7 @@ class CostGate:
     @property
     def losing(self) -> tuple[Tier, ...]:
         """Tiers that are slower than computing, and used only for probes."""
-        recompute_s = self._recompute_block_s
+        recompute_s = self.recompute_block_s
         if recompute_s is None:
             return ()
         return tuple(tier for tier, block_s in sorted(self._block_s.items()) if block_s > recompute_s)
@@ -57,7 +93,7 @@ class CostGate:
         if blocks == 0:
             return
         self.spent_s[tier] += elapsed_s
-        self.saved_s[tier] += blocks * (self._recompute_block_s or 0.0)
+        self.saved_s[tier] += blocks * (self.recompute_block_s or 0.0)
         if tier is not Tier.DEVICE:
             before = None if self._is_due(tier) else self._block_s.get(tier)
             self._block_s[tier] = averaged(before, elapsed_s / blocks, _WEIGHT)
@@ -73,11 +109,11 @@ class CostGate:
     def on_prefilled(self, blocks: float, elapsed_s: float) -> None:
         """Count computed prompt blocks."""
         if blocks > 0:
-            self._recompute_block_s = averaged(self._recompute_block_s, elapsed_s / blocks, _WEIGHT)
+            self.recompute_block_s = averaged(self.recompute_block_s, elapsed_s / blocks, _WEIGHT)
 
     def worth_loading(self, tiers: Sequence[Tier]) -> int:
         """Return the number of leading blocks to load, given each block's tier; the rest is computed."""
-        recompute_s = self._recompute_block_s
+        recompute_s = self.recompute_block_s
         if recompute_s is None:
             return len(tiers)
         best, best_s, cost_s = 0, 0.0, 0.0
@@ -93,17 +129,21 @@ class CostGate:
             self.refused_blocks[tier] += 1
         return best
 
-    def worth_storing(self, tier: Tier, returning: float | None) -> bool:
-        """Whether copies to `tier` save more time than they take if that share of blocks is used again.
-        Assumes that a copy takes equally long in both directions. True while anything is unknown."""
-        recompute_s, block_s = self._recompute_block_s, self._block_s.get(tier)
-        if returning is None or recompute_s is None or block_s is None:
-            return True
-        return returning * (recompute_s - block_s) > block_s
+    def cheapest(self, places: Sequence[Place], returning: float | None = 1.0) -> Place:
+        """Return the place with the least expected time per block, the first of equals. The first place is
+        used while any cost, or the share `returning` of blocks that come back, is unknown."""
+        best, least_s = places[0], float("inf")
+        for place in places:
+            cost_s = None if returning is None else place.cost_s(self, returning)
+            if cost_s is None:
+                return places[0]
+            if cost_s < least_s:
+                best, least_s = place, cost_s
+        return best
 
     def most_s(self, blocks: int) -> float:
         """Return the time after which to abandon a load."""
-        recompute_s = self._recompute_block_s
+        recompute_s = self.recompute_block_s
         return 1.0 if recompute_s is None else max(_LEAST_PATIENCE_S, _PATIENCE * blocks * recompute_s)
 
     def _is_due(self, tier: Tier) -> bool:

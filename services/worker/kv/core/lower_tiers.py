@@ -8,7 +8,7 @@ from functools import partial
 
 from services.worker.kv.core.block_manager import Inventory
 from services.worker.kv.core.kv_events import StoredEvents
-from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.load_policy import DROPPED, PEERS, CostGate
 from services.worker.kv.core.prefix_news import PrefixNews
 from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.tier_copier import BlockMover, StoredBlock
@@ -124,7 +124,9 @@ class PeerKeeping(WriteBehind):
 
     def _is_of_use(self) -> bool:
         host = self._books.host
-        return host.free <= host.total // _FILLING_SHARE and Tier.PEER not in self._gate.losing
+        if host.free > host.total // _FILLING_SHARE:
+            return False
+        return self._gate.cheapest((PEERS, DROPPED)) is PEERS
 
 
 class LowerTiers:

@@ -13,7 +13,7 @@ from functools import partial
 from services.worker.kv.core.block_manager import Inventory, Tiers
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.eviction import OrderMaker, order_maker
-from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.load_policy import DROPPED, HOST, CostGate
 from services.worker.kv.core.lower_tiers import LowerTiers
 from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.save_ahead import SaveAhead, block_of
@@ -172,7 +172,8 @@ class PrefixCache(LowerTiers):
 
     def save_ahead(self) -> int:
         """Start copying blocks to the host that are about to be evicted; return the number started."""
-        self._books.keeps_unused = self.gate.worth_storing(Tier.HOST, self._books.history.returning)
+        place = self.gate.cheapest((HOST, DROPPED), self._books.history.returning)
+        self._books.keeps_unused = place is HOST
         return self._ahead.work()
 
     def known_blocks(self, names: Sequence[BlockHash]) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.kv.core.block_pool import RowPool, RowShare
+from services.worker.kv.core.block_pool import BlockPool, RowShare
 from services.worker.kv.core.fetch_buffers import Blocks, FetchBuffers
 
 _NOWHERE = -1
@@ -72,7 +72,7 @@ class Residency:
         """`move` makes a plan's immediate copies while `lock` is held. `rows`: host memory for blocks in use;
         None: one row per id."""
         self._move = move
-        self._rows = rows or RowShare(RowPool(ids), ids)
+        self._rows = rows or RowShare(BlockPool(ids, 1), ids)
         self.device_blocks = device_blocks
         self.ids = ids
         self.lock = lock
@@ -114,14 +114,14 @@ class Residency:
         return not self._displaced and not self.buffers.spare
 
     @property
-    def rows(self) -> RowPool:
+    def rows(self) -> BlockPool:
         """The rows of host memory, which may have other owners too."""
         return self._rows.rows
 
     @property
     def cache_rows(self) -> int:
         """Number of rows for other owners."""
-        return self.rows.total - self._rows.total
+        return self.rows.total_blocks - self._rows.total
 
     @property
     def spare_blocks(self) -> int:

@@ -12,8 +12,7 @@ import numpy as np
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
 from services.worker.kv.tiers.disk import DiskTier
-from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.peers import PeerTier
+from services.worker.kv.tiers.host import HostTier, PeerTier
 from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.kv.transfers import Route, T, Throttle, Ticket, TransferEngine
 from shared.blocks import BlockHash

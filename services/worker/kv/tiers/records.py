@@ -1,7 +1,7 @@
 """Copies whole blocks from the per-layer pools to contiguous records, and back.
 
 A record holds one block over all layers: for each layer the bytes of K, then those of V, as they lie in the
-pools. Calls return when the bytes are there; each object is for one thread at a time. Knows no name, no slot
+pools. Calls return when the bytes are there; each object is for one thread at a time. Knows no slot
 and no file."""
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,12 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from shared.blocks import BlockHash
 
 RecordRow = npt.NDArray[np.uint8]
 """One record, `[record_bytes]`."""
@@ -97,3 +103,23 @@ def _device(pool: LayerPool) -> str:
 
 def _is_contiguous(pool: LayerPool) -> bool:
     return pool.flags.c_contiguous if isinstance(pool, np.ndarray) else pool.is_contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """Checksums of records: 64 bits over a record's bytes, its name and the model's fingerprint.
+
+    Workers that exchange records, and files, need the same function (`engine/native/sums.py` has a fast
+    one)."""
+
+    kind: int
+    """Number of the function in files and messages."""
+    digest: Callable[[RecordRow], int]
+    """Returns at most 64 bits for a record's bytes."""
+
+    def of(self, row: RecordRow, name: BlockHash, fingerprint: bytes) -> int:
+        """Return the checksum of a record that belongs to `name`."""
+        return self.digest(row) ^ int.from_bytes(blake2b(name, key=fingerprint, digest_size=8).digest())
+
+
+CRC = Checksums(0, lambda row: zlib.crc32(row.data))

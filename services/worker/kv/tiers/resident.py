@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.worker.kv.core.block_pool import RowPool, RowShare
+from services.worker.kv.core.block_pool import BlockPool, RowShare
 from services.worker.kv.core.fetch_buffers import Blocks
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.residency import Residency, StepPlan
@@ -139,7 +139,7 @@ class ResidentKv:
         timeout_s: float,
     ) -> None:
         device_blocks = len(keys) // layers
-        share = RowShare(RowPool(rows + host_blocks), rows)
+        share = RowShare(BlockPool(rows + host_blocks, 1), rows)
         self.residency = Residency(device_blocks, ids, layers, self._move, threading.RLock(), share)
         self.layers = layers
         self._timeout_s = timeout_s

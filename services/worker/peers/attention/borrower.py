@@ -264,7 +264,7 @@ class Borrower:
             except KvasirError as error:
                 _log.warning("no link to copy blocks of %s over: %s", worker_id, error)
                 return False
-            way = self._ways[work.lender] = self._debtor.reader(link, tier), asyncio.Lock()
+            way = self._ways[work.lender] = LentTier(link, (), tier, attends=True), asyncio.Lock()
         reader, lock = way
         async with lock:
             blocks = np.array(work.blocks, dtype=np.int32)

@@ -2,7 +2,7 @@
 
 It runs on the threads that serve links, beside the worker's own steps, with which it shares only the
 processor. One request computes at a time, for device and host memory. Every block is verified when it is read
-or written to (`seals`): a changed block is an error. Source: Infinite-LLM §4.2 and §4.6 (papers/001).
+or written to (`memory`): a changed block is an error. Source: Infinite-LLM §4.2 and §4.6 (papers/001).
 """
 
 import threading

@@ -9,42 +9,30 @@ engine's thread only. Source: Infinite-LLM §4.2, §4.6 (papers/001), algorithms
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from services.worker.engine.attention import PagedAttention
-from services.worker.engine.backends import Pools
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import Part, whole
+from services.worker.engine.partition import Part
 from services.worker.engine.remote import Partial
 from services.worker.kv.transfers import Throttle
 from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
-from services.worker.peers.attention.interfaces import BlockDebtor, LentTier, creditor_lost
-from services.worker.peers.attention.messages import NO_STEP
+from services.worker.peers.attention.interfaces import BlockDebtor, LentTier
 from services.worker.peers.attention.shares import (
     CreditorMemory,
     FetchedShare,
     LayerInputs,
     NativeShare,
     ShippedShare,
+    Staging,
     StepShare,
-    TakeBlocks,
-    into_rows,
-    visit_blocks,
     work_of,
 )
-from services.worker.peers.attention.staging import Staging
 from services.worker.peers.core.neighbours import LinkRates
-from services.worker.peers.transport.link import PeerLink
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError
-from shared.messages.lending import KvTier
 
-T = TypeVar("T")
 Chooser = Callable[[Work, CreditorSpeeds], ShipMode]
 
 
@@ -79,7 +67,7 @@ class AttendingDebtor(BlockDebtor):
         """`staging_blocks`: in each half of a creditor's staging. `rates`: the worker's table of link speeds.
 
         Raises ConfigError where parts cannot be joined."""
-        super().__init__(own_blocks, block_tokens, most_creditors, deadline_s)
+        super().__init__(attention.pools, own_blocks, block_tokens, most_creditors, deadline_s)
         self.staging_blocks = staging_blocks
         self._attention = attention
         self._library = None if any(attention.windows) else attention.library
@@ -94,11 +82,8 @@ class AttendingDebtor(BlockDebtor):
         self._attended_s: float | None = None
         attention.extend(self.homes, self)
 
-    def _lent(self, lender: LentTier) -> CreditorMemory:
-        return self._memory(lender, self._rates)
-
-    def _memory(self, of: LentTier, rates: LinkRates) -> CreditorMemory:
-        speeds = CreditorSpeeds(rates.link(of.link.peer.worker_id, of.link.transport))
+    def _lent(self, of: LentTier) -> CreditorMemory:
+        speeds = CreditorSpeeds(self._rates.link(of.link.peer.worker_id, of.link.transport))
         staging = Staging(self._attention, self.staging_blocks)
         return CreditorMemory(of.link, of.grants, of.tier, of.attends, speeds, staging, self.deadline_s)
 
@@ -145,7 +130,6 @@ class AttendingDebtor(BlockDebtor):
         self._given = None
 
     def abandon(self) -> None:
-        """See `RemoteAttention`. Reads the answers under way, so that links stay usable."""
         actives, self._active = self._active, []
         self._given = None
         for active in actives:
@@ -156,39 +140,6 @@ class AttendingDebtor(BlockDebtor):
                 lending.exchange() if way is None else way.drain()
             except KvasirError:
                 lending.link.close()
-
-    def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
-        pools = self._attention.pools
-
-        def copy(layer: int, at: Sequence[int], staged: Pools) -> None:
-            into = torch.tensor([pairs[each][1] for each in at])
-            for pool, part in zip(pools[layer], staged, strict=True):
-                pool[into] = part[: len(at)].to(pool.device)
-
-        self._visit([there for there, _ in pairs], copy)
-
-    def read(self, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
-        self._visit(blocks, into_rows(rows, self._attention.pools))
-
-    def reader(self, link: PeerLink, tier: KvTier) -> CreditorMemory:
-        return self._memory(LentTier(link, (), tier, attends=True), LinkRates())
-
-    def fetch(
-        self, lender: CreditorMemory, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]
-    ) -> None:
-        # `NO_STEP`: the creditor remembers only a few parts, and a running step needs its own remembered.
-        share = self._share(lender, whole(0, blocks, self.block_tokens), NO_STEP)
-        pools = self._attention.pools
-        visit_blocks(share, range(len(blocks)), len(pools), into_rows(rows, pools))
-
-    def _visit(self, blocks: Sequence[int], take: TakeBlocks) -> None:
-        """Fetch all layers of blocks and call `take` with each piece. Raises CreditorLost."""
-        holders, there = self.homes.locate(blocks)
-        for holder in np.unique(holders).tolist():
-            at, lending = np.flatnonzero(holders == holder).tolist(), self._lendings[holder]
-            share = self._share(lending, whole(holder, there[at], self.block_tokens), next(self._numbers))
-            layers = len(self._attention.pools)
-            self._guarded(lending.link, partial(visit_blocks, share, at, layers, take))
 
     def _opened(self, share: StepShare) -> NativeShare | ShippedShare | FetchedShare:
         """Choose the way by the creditor's answer to the announcement."""
@@ -216,15 +167,6 @@ class AttendingDebtor(BlockDebtor):
                 parts = fetched.attend_again(layer, self._given)
         while (part := self._guarded(link, partial(next, parts, None))) is not None:
             yield part
-
-    def _guarded(self, link: PeerLink, call: Callable[[], T]) -> T:
-        """Turn a creditor's error into CreditorLost, and close its link."""
-        try:
-            return call()
-        except KvasirError as error:
-            link.close()
-            self.abandon()
-            raise creditor_lost(link, error) from error
 
     def _of_layer(self, layer: int) -> list[_Active]:
         """Return the shares of the layer's window."""

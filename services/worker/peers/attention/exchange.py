@@ -7,14 +7,25 @@ A creditor's link thread runs `serve`, without the interpreter's lock, while its
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.worker.engine.native.library import KvDigests, KvPool, Spans, declare, describe_spans
+from services.worker.engine.native.library import (
+    ADDRESS,
+    DOUBLE,
+    FLOAT,
+    INT32,
+    INT64,
+    KvDigests,
+    KvPool,
+    Spans,
+    declare,
+    describe_spans,
+    fields,
+)
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Part
 from services.worker.peers.attention.interfaces import Turn
@@ -39,52 +50,44 @@ _PATIENCE_S = 5.0
 """Deadline for the next layer of a step: the length of a lease."""
 
 
-def _of(kind: Any, names: str) -> list[tuple[str, Any]]:
-    """Return fields of one type."""
-    return [(name, kind) for name in names.split()]
-
-
-_I32, _I64, _REAL, _MEMORY = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-
-
 class _Serving(ctypes.Structure):
-    _fields_ = (
-        *_of(_I32, "fd layers"),
-        ("pools", ctypes.POINTER(KvPool)),
-        ("digests", ctypes.POINTER(KvDigests)),
-        ("lent", _MEMORY),
-        *_of(_I32, "q_heads threads is_full"),
-        *_of(_REAL, "idle_s turn_s patience_s"),
-        ("ahead", _MEMORY),
-        *_of(_I64, "ahead_bytes ahead_used"),
-        ("compute_s", _REAL),
-        ("layer", _I32),
+    _fields_ = fields(
+        (INT32, "fd layers"),
+        (ctypes.POINTER(KvPool), "pools"),
+        (ctypes.POINTER(KvDigests), "digests"),
+        (ADDRESS, "lent"),
+        (INT32, "q_heads threads is_full"),
+        (DOUBLE, "idle_s turn_s patience_s"),
+        (ADDRESS, "ahead"),
+        (INT64, "ahead_bytes ahead_used"),
+        (DOUBLE, "compute_s"),
+        (INT32, "layer"),
     )
 
 
 class _Asking(ctypes.Structure):
-    _fields_ = (
-        *_of(_I32, "fd layer rows kept q_heads kv_heads head_dim value_dim"),
-        *_of(_MEMORY, "row kept_row"),
-        ("spans", ctypes.POINTER(Spans)),
-        ("blocks", _I32),
-        *_of(_MEMORY, "slots query"),
-        ("query_stride", _I64),
-        ("key", _MEMORY),
-        ("key_stride", _I64),
-        ("value", _MEMORY),
-        ("value_stride", _I64),
-        *_of(ctypes.c_float, "scaling softcap"),
-        ("deadline_s", _REAL),
-        *_of(_MEMORY, "output lse"),
-        ("compute_s", _REAL),
+    _fields_ = fields(
+        (INT32, "fd layer rows kept q_heads kv_heads head_dim value_dim"),
+        (ADDRESS, "row kept_row"),
+        (ctypes.POINTER(Spans), "spans"),
+        (INT32, "blocks"),
+        (ADDRESS, "slots query"),
+        (INT64, "query_stride"),
+        (ADDRESS, "key"),
+        (INT64, "key_stride"),
+        (ADDRESS, "value"),
+        (INT64, "value_stride"),
+        (FLOAT, "scaling softcap"),
+        (DOUBLE, "deadline_s"),
+        (ADDRESS, "output lse"),
+        (DOUBLE, "compute_s"),
     )
 
 
 _PROTOTYPES = {
-    "kv_serve": (ctypes.c_int32, (ctypes.POINTER(_Serving),)),
+    "kv_serve": (INT32, (ctypes.POINTER(_Serving),)),
     **{
-        f"kv_{name}": (ctypes.c_int32, (ctypes.POINTER(_Asking),))
+        f"kv_{name}": (INT32, (ctypes.POINTER(_Asking),))
         for name in ("step", "ask", "take", "give_up", "stop")
     },
 }

@@ -5,24 +5,36 @@ themselves (`tokens`). Knows no tensor, and no link's messages.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.engine.partition import ELSEWHERE, Homes, Part
+from services.worker.engine.partition import ELSEWHERE, Homes, Part, whole
 from services.worker.engine.spans import PackedSpans
-from services.worker.kv.tiers.records import LayerPools
-from services.worker.peers.attention.messages import NO_STEP, GrantRef
-from services.worker.peers.transport.base import Buffer
+from services.worker.kv.tiers.records import LayerPools, records_of
+from services.worker.peers.attention.messages import (
+    FETCH,
+    NO_STEP,
+    GrantRef,
+    Request,
+    request_encoder,
+    to_wire,
+)
+from services.worker.peers.transport.base import Buffer, bytes_of
 from services.worker.peers.transport.link import PeerLink
 from services.worker.peers.transport.pipe import Pipe
 from shared.errors import CreditorLost, InternalError, KvasirError, Overloaded
 from shared.messages.lending import KvTier
 
+T = TypeVar("T")
+_FETCHED_BLOCKS = 8
+"""Maximum number of blocks in one fetched message."""
 Brought = Sequence[npt.NDArray[np.uint8]]
 """Buffers of a request."""
 Place = tuple[int, int]
@@ -142,6 +154,9 @@ class LentTier:
     attends: bool
     """The creditor computes attention; else blocks always travel."""
 
+    def leave(self) -> None:
+        """End a native exchange on the link, if any: messages follow. Raises KvasirError."""
+
 
 class BlockDebtor(ABC):
     """An engine's access to the workers that lend it blocks. On the engine's thread, unless noted.
@@ -152,8 +167,13 @@ class BlockDebtor(ABC):
     _lendings: dict[int, Any]
     """By holder: a `LentTier` or a subclass."""
 
-    def __init__(self, own_blocks: int, block_tokens: int, most_creditors: int, deadline_s: float) -> None:
-        """`deadline_s`: for an answer."""
+    def __init__(
+        self, pools: LayerPools, own_blocks: int, block_tokens: int, most_creditors: int, deadline_s: float
+    ) -> None:
+        """`pools`: the engine's; `deadline_s`: for an answer."""
+        self._sizes_bytes = [[int(pool[0].nbytes) for pool in layer] for layer in pools]
+        """Sizes of a block in the pools of each layer."""
+        self._records = records_of(pools)
         self.homes = Homes(own_blocks)
         self.watch = WriteWatch(block_tokens)
         self.block_tokens = block_tokens
@@ -198,29 +218,60 @@ class BlockDebtor(ABC):
         for lending in list(self._lendings.values()):
             lending.link.close()
 
-    @abstractmethod
     def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy all layers of each pair's borrowed block into its own block, between two steps.
 
         The originals stay valid. Raises CreditorLost."""
+        rows = np.empty((len(pairs), self._records.record_bytes), dtype=np.uint8)
+        self.read([there for there, _ in pairs], rows)
+        self._records.write(list(rows), [own for _, own in pairs])
 
-    @abstractmethod
     def read(self, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
         """Copy borrowed blocks, all layers, into `rows` `[n, record_bytes]`, laid out as in `Records`.
 
         Between two steps. Raises CreditorLost."""
+        holders, there = self.homes.locate(blocks)
+        for holder in np.unique(holders).tolist():
+            at, lender = np.flatnonzero(holders == holder), self._lendings[holder]
+            found = np.empty((len(at), rows.shape[1]), dtype=np.uint8)
+            self._guarded(lender.link, partial(self.fetch, lender, there[at], found))
+            rows[at] = found
 
-    def reader(self, link: PeerLink, tier: KvTier) -> LentTier:
-        """Return a creditor's memory for `fetch`, over a link of its own. Any thread may call it."""
-        return LentTier(link, (), tier, attends=True)
+    def fetch(self, lender: LentTier, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
+        """`read` for blocks of one lender. Any thread may call it, beside the steps for a link of its own.
+        Raises KvasirError."""
+        lender.leave()
+        for first in range(0, len(blocks), _FETCHED_BLOCKS):
+            some = blocks[first : first + _FETCHED_BLOCKS]
+            # `NO_STEP`: the creditor remembers only a few parts, and a running step needs its own remembered.
+            request = Request(
+                step=NO_STEP,
+                layer=0,
+                grants=lender.grants,
+                tier=lender.tier,
+                part=to_wire(whole(0, some, self.block_tokens).spans),
+                indices=np.arange(len(some), dtype=np.int32).tobytes(),
+            )
+            parts = self._records.parts_of(rows[first : first + len(some)])
+            for layer, sizes in enumerate(self._sizes_bytes):
+                into = [np.empty((len(some), size), dtype=np.uint8) for size in sizes]
+                header = request_encoder.encode(msgspec.structs.replace(request, layer=layer))
+                buffers = [bytes_of(each) for each in into]
+                lender.link.ask(FETCH, header, into=buffers, deadline_s=self.deadline_s)
+                for arrived, part in zip(into, parts, strict=False):
+                    part[:] = arrived
 
     @abstractmethod
-    def fetch(self, lender: Any, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
-        """`read` for blocks of a `reader`, beside the steps. Any thread may call it. Raises KvasirError."""
+    def abandon(self) -> None:
+        """End the step that failed. Reads the answers under way, so that links stay usable."""
 
-
-def creditor_lost(link: PeerLink, error: KvasirError) -> CreditorLost:
-    """Return the error for a step whose creditor failed at the other end of `link`."""
-    creditor_id = link.peer.worker_id
-    message = f"worker {creditor_id}, which lends KV, failed: {error.message}"
-    return CreditorLost(message, creditor_id=creditor_id)
+    def _guarded(self, link: PeerLink, call: Callable[[], T]) -> T:
+        """Turn a creditor's error into CreditorLost, and close its link."""
+        try:
+            return call()
+        except KvasirError as error:
+            link.close()
+            self.abandon()
+            creditor_id = link.peer.worker_id
+            message = f"worker {creditor_id}, which lends KV, failed: {error.message}"
+            raise CreditorLost(message, creditor_id=creditor_id) from error

@@ -5,16 +5,15 @@ tokens in place of keys and values; the answer is the sum that each span sees. W
 compute, blocks travel. The engine determines what that costs. Knows no sequence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from services.worker.engine.contract import SeenTokens, TokenEngine
-from services.worker.engine.partition import Part, whole
+from services.worker.engine.partition import Part
 from services.worker.engine.simulated import token_sums
 from services.worker.engine.spans import PackedSpans
 from services.worker.kv.tiers.records import LayerPools
@@ -24,12 +23,10 @@ from services.worker.peers.attention.interfaces import (
     LentBlocks,
     LentTier,
     Question,
-    creditor_lost,
 )
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
-    NO_STEP,
     Request,
     read_answer,
     request_encoder,
@@ -90,8 +87,18 @@ class _Share:
     call: Call | None = None
     sums: npt.NDArray[np.uint32] | None = None
 
-
-T = TypeVar("T")
+    def request(self, *, q_heads: int = 0, indices: bytes = b"", write_layer: int = -1) -> bytes:
+        request = Request(
+            step=self.step,
+            layer=0,
+            grants=self.lender.grants,
+            tier=self.lender.tier,
+            part=to_wire(self.part.spans),
+            q_heads=q_heads,
+            indices=indices,
+            write_layer=write_layer,
+        )
+        return request_encoder.encode(request)
 
 
 class TokenDebtor(BlockDebtor):
@@ -100,7 +107,8 @@ class TokenDebtor(BlockDebtor):
     _lendings: dict[int, LentTier]
 
     def __init__(self, engine: TokenEngine, *, most_creditors: int = 8, deadline_s: float = 2.0) -> None:
-        super().__init__(engine.own_ids, engine.block_tokens, most_creditors, deadline_s)
+        super().__init__(engine.pools, engine.own_ids, engine.block_tokens, most_creditors, deadline_s)
+        self._shares: Sequence[_Share] = ()
         self._engine = engine
         engine.extend(self.homes, self)
 
@@ -108,17 +116,18 @@ class TokenDebtor(BlockDebtor):
         """See `RemoteTokens`. Asks all lenders before it waits for one."""
         self.watch.on_step(parts)
         shares = [_Share(self._lendings[part.holder], part, next(self._numbers)) for part in parts]
+        self._shares = shares
         asked = [share for share in shares if share.lender.attends]
         for share in asked:
-            self._guarded(share.lender, partial(self._ask, share, tokens), shares)
+            self._guarded(share.lender.link, partial(self._ask, share, tokens))
         for share in asked:
-            self._guarded(share.lender, partial(self._take, share), shares)
-        return [self._seen(share, tokens, shares) for share in shares]
+            self._guarded(share.lender.link, partial(self._take, share))
+        return [self._seen(share, tokens) for share in shares]
 
     def _ask(self, share: _Share, tokens: npt.NDArray[np.int32]) -> None:
         part = share.part
         share.sums = np.zeros(len(part.spans.key_end), dtype=np.uint32)
-        request = _request(share.lender, share.step, part, q_heads=_ONE_HEAD)
+        request = share.request(q_heads=_ONE_HEAD)
         kept = [bytes_of(tokens[part.rows[part.kept]])]
         into = [bytes_of(share.sums)]
         share.call = share.lender.link.begin(ATTEND, request, kept, into=into, deadline_s=self.deadline_s)
@@ -131,77 +140,29 @@ class TokenDebtor(BlockDebtor):
         if read_answer(answer.header).over_budget or answer.buffers != 1:
             share.sums = None
 
-    def _seen(self, share: _Share, tokens: npt.NDArray[np.int32], shares: Sequence[_Share]) -> SeenTokens:
+    def _seen(self, share: _Share, tokens: npt.NDArray[np.int32]) -> SeenTokens:
         if share.sums is not None:
             return SeenTokens(share.sums, is_copied=False)
         part, lender = share.part, share.lender
         new = () if lender.attends else (bytes_of(tokens[part.rows[part.kept]]),)
         rows = np.empty((part.seen_keys, self._engine.block_tokens), dtype=np.int32)
-        self._guarded(lender, partial(self._fetch, lender, part, share.step, rows, new), shares)
+        self._guarded(lender.link, partial(self._fetch, share, rows, new))
         places = replace(part.spans, blocks=np.arange(part.seen_keys, dtype=np.int32))
         return SeenTokens(token_sums(rows, places), is_copied=True)
 
-    def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
-        rows = np.empty((len(pairs), self._engine.tokens[0].nbytes), dtype=np.uint8)
-        self.read([there for there, _ in pairs], rows)
-        self._engine.tokens[[own for _, own in pairs]] = rows.view(np.int32)
+    def _fetch(self, share: _Share, into: npt.NDArray[np.int32], new: Sequence[Buffer]) -> None:
+        """Fetch all blocks of a share, after the creditor has stored `new`."""
+        indices = np.arange(share.part.seen_keys, dtype=np.int32).tobytes()
+        request = share.request(indices=indices, write_layer=0 if new else -1)
+        share.lender.link.ask(FETCH, request, new, into=[bytes_of(into)], deadline_s=self.deadline_s)
 
-    def read(self, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
-        holders, there = self.homes.locate(blocks)
-        for holder in np.unique(holders).tolist():
-            at = np.flatnonzero(holders == holder)
-            lender, found = self._lendings[holder], np.empty((len(at), rows.shape[1]), dtype=np.uint8)
-            part = whole(holder, there[at], self._engine.block_tokens)
-            step = next(self._numbers)
-            self._guarded(lender, partial(self._fetch, lender, part, step, found), ())
-            rows[at] = found
-
-    def fetch(self, lender: LentTier, blocks: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
-        self._fetch(lender, whole(0, blocks, self._engine.block_tokens), NO_STEP, rows)
-
-    def _fetch(
-        self,
-        lender: LentTier,
-        part: Part,
-        step: int,
-        into: "npt.NDArray[np.uint8] | npt.NDArray[np.int32]",
-        new: Sequence[Buffer] = (),
-    ) -> None:
-        """Fetch all blocks of a part, after the creditor has stored `new`."""
-        indices = np.arange(part.seen_keys, dtype=np.int32).tobytes()
-        request = _request(lender, step, part, indices=indices, write_layer=0 if new else -1)
-        lender.link.ask(FETCH, request, new, into=[bytes_of(into)], deadline_s=self.deadline_s)
-
-    def _guarded(self, lender: LentTier, call: Callable[[], T], shares: Sequence[_Share]) -> T:
-        """Turn a creditor's error into CreditorLost, and close its link.
-
-        Reads the answers of the others, so that their links stay usable."""
-        try:
-            return call()
-        except KvasirError as error:
-            lender.link.close()
-            for share in shares:
-                other, share.call = share.call, None
-                if other is None or share.lender is lender:
-                    continue
-                try:
-                    other.finish()
-                except KvasirError:
-                    share.lender.link.close()
-            raise creditor_lost(lender.link, error) from error
-
-
-def _request(
-    lender: LentTier, step: int, part: Part, *, q_heads: int = 0, indices: bytes = b"", write_layer: int = -1
-) -> bytes:
-    request = Request(
-        step=step,
-        layer=0,
-        grants=lender.grants,
-        tier=lender.tier,
-        part=to_wire(part.spans),
-        q_heads=q_heads,
-        indices=indices,
-        write_layer=write_layer,
-    )
-    return request_encoder.encode(request)
+    def abandon(self) -> None:
+        shares, self._shares = self._shares, ()
+        for share in shares:
+            call, share.call = share.call, None
+            if call is None or share.lender.link.closed:
+                continue
+            try:
+                call.finish()
+            except KvasirError:
+                share.lender.link.close()

@@ -7,7 +7,9 @@ are in `debts` and `borrowing`.
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from services.worker.peers.lending.core.borrowing import AskCreditor, Borrowing, CreditorQuestion, is_answer
 from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
@@ -23,6 +25,7 @@ from shared.messages.lending import BlocksReturned, BorrowReply, Grant, LeasesRe
 _log = get_logger("worker.lending")
 _ANSWER_S = 2.0
 _TICKS_IN_A_LEASE = 20
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +129,8 @@ class Debtor:
 
     async def _ask_ledger(self, question: FindCreditors) -> CreditorQuestion | None:
         subject = subjects.ledger_candidates(question.debtor_id)
-        try:
-            answer = await self._bus.request(subject, question, CreditorCandidates, deadline_s=_ANSWER_S)
-        except KvasirError as error:
-            _log.debug("no ledger: %s", error)
+        answer = await self._answer(subject, question, CreditorCandidates)
+        if answer is None:
             self.borrowing.on_no_ledger(self._clock())
             return None
         return self.borrowing.on_candidates(answer, self._clock())
@@ -137,11 +138,7 @@ class Debtor:
     async def _ask_creditor(self, asked: AskCreditor) -> CreditorQuestion | None:
         sent_s, creditor, question = self._clock(), asked.creditor_id, asked.question
         subject = subjects.worker_borrow(creditor, question.debtor_id)
-        reply: BorrowReply | None = None
-        try:
-            reply = await self._bus.request(subject, question, BorrowReply, deadline_s=_ANSWER_S)
-        except KvasirError as error:
-            _log.debug("%s did not answer: %s", creditor, error)
+        reply = await self._answer(subject, question, BorrowReply)
         if reply is not None and reply.grant is not None:
             if is_answer(reply.grant, asked):
                 await self._admit(reply.grant, self.debts.on_granted(reply.grant, sent_s))
@@ -184,21 +181,24 @@ class Debtor:
         """Return blocks to a creditor. None when the creditor has not confirmed."""
         creditor, message = repayment.creditor_id, repayment.message
         subject = subjects.worker_repay(creditor, message.debtor_id)
-        try:
-            reply = await self._bus.request(subject, message, BlocksReturned, deadline_s=_ANSWER_S)
-        except KvasirError as error:
-            _log.debug("%s took nothing back: %s", creditor, error)
-            return None
-        self.debts.on_returned(repayment, reply)
+        reply = await self._answer(subject, message, BlocksReturned)
+        if reply is not None:
+            self.debts.on_returned(repayment, reply)
         return reply
 
     async def _renew(self, due: Renewal) -> None:
         sent_s, creditor, message = self._clock(), due.creditor_id, due.message
         subject = subjects.worker_renew(creditor, message.debtor_id)
-        deadline_s = min(_ANSWER_S, self._lease_s / 2)
+        reply = await self._answer(subject, message, LeasesRenewed, min(_ANSWER_S, self._lease_s / 2))
+        if reply is not None:
+            self.lose(self.debts.on_renewed(due, reply, sent_s), f"{creditor} no longer knows them")
+
+    async def _answer(
+        self, subject: str, question: msgspec.Struct, answer: type[R], deadline_s: float = _ANSWER_S
+    ) -> R | None:
+        """Return the answer; None when there is none."""
         try:
-            reply = await self._bus.request(subject, message, LeasesRenewed, deadline_s=deadline_s)
+            return await self._bus.request(subject, question, answer, deadline_s=deadline_s)
         except KvasirError as error:
-            _log.debug("%s renewed nothing: %s", creditor, error)
-            return
-        self.lose(self.debts.on_renewed(due, reply, sent_s), f"{creditor} no longer knows them")
+            _log.debug("no answer on %s: %s", subject, error)
+            return None

@@ -1,6 +1,6 @@
 """Brings borrowed KV home, on the bus: this worker's part in settlements, and recalls into free memory.
 
-`settling` and `watermarks` decide. `Borrower` copies bytes and exchanges blocks on the engine's thread;
+`settling` and `borrowing` decide. `Borrower` copies bytes and exchanges blocks on the engine's thread;
 everything here runs on the event loop. At most one settlement or recall runs at a time.
 Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
 """
@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from services.worker.peers.attention.borrower import Borrower
+from services.worker.peers.lending.core.borrowing import CreditorPressure, in_order
 from services.worker.peers.lending.core.debts import Debts, Repayment
 from services.worker.peers.lending.core.grants import Grants
 from services.worker.peers.lending.core.settling import Copy, Settling, Swap
-from services.worker.peers.lending.core.watermarks import CreditorPressure, in_order
 from services.worker.peers.lending.stock import Stock
 from shared import subjects
 from shared.bus import Endpoint, Handler

@@ -1,6 +1,6 @@
 """Lending on the bus: one worker as creditor and as debtor.
 
-`grants`, `debts`, `borrowing` and `watermarks` decide. This runs on the event loop, so that no lease runs out
+`grants`, `debts` and `borrowing` decide. This runs on the event loop, so that no lease runs out
 during a long iteration. Blocks leave and enter the pool on the engine's thread, through `Stock`. Knows no KV
 bytes.
 """
@@ -16,9 +16,9 @@ from services.worker.door import Door
 from services.worker.kv.core.borrowed_pool import OwnPool
 from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.core.neighbours import Neighbours
+from services.worker.peers.lending.core.borrowing import Balance, Marks, pressures
 from services.worker.peers.lending.core.debts import Debts, Repayment
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
-from services.worker.peers.lending.core.watermarks import Balance, Marks, pressures
 from services.worker.peers.lending.debtor import Debtor, Owner
 from services.worker.peers.lending.recalls import HANDLERS as RECALLS
 from services.worker.peers.lending.recalls import Recalls

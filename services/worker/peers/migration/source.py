@@ -45,7 +45,7 @@ class GivenBlocks(msgspec.Struct, frozen=True):
     """Header of the answer to `kv.blocks`."""
 
     checksums: tuple[int, ...]
-    """Checksum of each block sent, over its bytes, name and fingerprint (`kv.tiers.checksums`)."""
+    """Checksum of each block sent, over its bytes, name and fingerprint (`Checksums`)."""
     sums: int = 0
     """Kind of checksum. A target that computes another kind cannot compare them."""
     waited_s: float = 0.0

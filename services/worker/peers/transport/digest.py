@@ -46,17 +46,17 @@ _ROW_WEIGHTS = _weights(SLICE_BYTES // _ROW_BYTES, 1)
 _COLUMN_WEIGHTS = _weights(_ROW_WORDS, 2)
 
 
-def slices(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
-    """Yield the buffers in order, in groups of at most 512 KiB. Both ends cut alike."""
-    group: list[Buffer] = []
+def _cut(sizes_bytes: Iterable[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield pieces of buffers (number, start, end) in groups of at most 512 KiB."""
+    group: list[tuple[int, int, int]] = []
     room_bytes = SLICE_BYTES
-    for buffer in buffers:
-        start, end = 0, buffer.nbytes
-        while start < end:
-            piece = buffer[start : start + room_bytes] if start or end > room_bytes else buffer
-            group.append(piece)
-            start += piece.nbytes
-            room_bytes -= piece.nbytes
+    for number, size_bytes in enumerate(sizes_bytes):
+        start = 0
+        while start < size_bytes:
+            end = min(size_bytes, start + room_bytes)
+            group.append((number, start, end))
+            room_bytes -= end - start
+            start = end
             if not room_bytes or len(group) == _MOST_VIEWS:
                 yield group
                 group, room_bytes = [], SLICE_BYTES
@@ -64,22 +64,16 @@ def slices(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
         yield group
 
 
+def slices(buffers: Sequence[Buffer]) -> Iterator[list[Buffer]]:
+    """Yield the buffers in order, in groups of at most 512 KiB. Both ends cut alike."""
+    for group in _cut(buffer.nbytes for buffer in buffers):
+        yield [buffers[number][start:end] for number, start, end in group]
+
+
 def sizes_as_slices(sizes_bytes: Iterable[int], scratch: Buffer) -> Iterator[list[Buffer]]:
     """Yield like `slices` for buffers of these sizes, but with views of `scratch` only."""
-    views: list[Buffer] = []
-    room_bytes = SLICE_BYTES
-    for size_bytes in sizes_bytes:
-        left_bytes = size_bytes
-        while left_bytes:
-            piece_bytes = min(left_bytes, room_bytes)
-            views.append(scratch[:piece_bytes])
-            left_bytes -= piece_bytes
-            room_bytes -= piece_bytes
-            if not room_bytes or len(views) == _MOST_VIEWS:
-                yield views
-                views, room_bytes = [], SLICE_BYTES
-    if views:
-        yield views
+    for group in _cut(sizes_bytes):
+        yield [scratch[: end - start] for _, start, end in group]
 
 
 class PayloadDigest:
@@ -103,7 +97,7 @@ class PayloadDigest:
         self.value = rows | columns << 64
 
 
-def digest(buffers: Iterable[Buffer]) -> bytes:
+def digest(buffers: Sequence[Buffer]) -> bytes:
     """Return the digest of a whole payload, packed."""
     made = PayloadDigest()
     for group in slices(buffers):

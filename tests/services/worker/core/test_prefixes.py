@@ -34,7 +34,7 @@ from tests.shared.messages.builders import plan, prefill, ref, spec
 
 _DICE = random.Random(11)
 PIECES = [[_DICE.randrange(VOCABULARY) for _ in range(8)] for _ in range(4)]
-DEVICE_ONLY = PrefixCacheConfig(host_mb=0)
+DEVICE_ONLY = PrefixCacheConfig()
 Waves = list[list[list[int]]]
 
 
@@ -114,9 +114,8 @@ def test_under_eviction_storms_and_damage_the_text_is_the_same(
     damage: list[tuple[bool, int]],
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        tiers = {"host_mb": 0, "host_blocks": host_blocks, "eviction": eviction, "disk_path": folder}
-        tiers["disk_mb"] = int(has_disk and host_blocks > 0)
-        rig = PrefixRig(engine, PrefixCacheConfig.model_validate(tiers))
+        tiers = {"eviction": eviction, "disk_path": folder, "disk_mb": int(has_disk and host_blocks > 0)}
+        rig = PrefixRig(engine, PrefixCacheConfig.model_validate(tiers), host_blocks=host_blocks)
         for number, wave in enumerate(waves):
             assert rig.serve(wave, chunk=chunk) == answers.of(wave)
             rig.check_integrity()
@@ -166,7 +165,7 @@ def test_a_preempted_sequence_finds_what_it_had(rig: PrefixRig) -> None:
     rig.core.check_integrity()
 
 
-SWAPS = PrefixCacheConfig(host_mb=0, host_blocks=24, swap_share=0.5)
+SWAPS = PrefixCacheConfig(swap_share=0.5)
 
 
 @settings(max_examples=40)
@@ -186,7 +185,7 @@ def test_whatever_is_swapped_the_text_is_the_same_and_nothing_stays_kept(
     chunk: int,
     preemptions: dict[int, tuple[int, PreemptMode]],
 ) -> None:
-    rig = PrefixRig(engine, PrefixCacheConfig(host_mb=0, host_blocks=host_blocks))
+    rig = PrefixRig(engine, PrefixCacheConfig(), host_blocks=host_blocks)
     assert rig.prefixes is not None
     for wave in waves:
         assert rig.serve(wave, chunk=chunk, preemptions=preemptions) == answers.of(wave)
@@ -227,7 +226,7 @@ def test_whatever_ends_a_swapped_sequence_frees_the_host(engine: TorchEngine, re
 
 def _swapped(engine: TorchEngine) -> tuple[PrefixRig, HeldSequence]:
     """Preempted after 18 tokens and one of answer."""
-    rig = PrefixRig(engine, SWAPS)
+    rig = PrefixRig(engine, SWAPS, host_blocks=24)
     rig.plans = 1
     sequence = spec(ref("x"), prompt_of([0, 1], 2))
     computed(rig, plan(1, starts=(sequence,), prefills=(prefill(ref("x"), 0, 18),)))
@@ -266,9 +265,9 @@ def test_a_disk_tier_of_another_configuration_is_not_served(tmp_path: Path) -> N
 
     prompt = [(7 * place) % 90 + 1 for place in range(30)]
     expected = PrefixRig(engine(20.0), None).serve([prompt], max_tokens=8)
-    config = PrefixCacheConfig(host_mb=1, disk_mb=1, disk_path=str(tmp_path))
+    config = PrefixCacheConfig(disk_mb=1, disk_path=str(tmp_path))
     for theta in (10_000.0, 20.0):
-        rig = PrefixRig(engine(theta), config)
+        rig = PrefixRig(engine(theta), config, host_blocks=64)
         found = rig.serve([prompt], max_tokens=8)
         assert rig.store is not None and rig.hits == []
         rig.store.close(5.0, 5.0)

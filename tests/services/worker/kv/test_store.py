@@ -30,8 +30,8 @@ class Life(PrefixRig):
     """A worker that holds two prompts on the device and five on the host; the rest is on disk."""
 
     def __init__(self, engine: TorchEngine, folder: Path, **more: object) -> None:
-        tiers = {"host_mb": 0, "host_blocks": 40, "disk_mb": 1, "disk_path": str(folder), "eviction": "lru"}
-        super().__init__(engine, PrefixCacheConfig.model_validate(tiers | more))
+        tiers = {"disk_mb": 1, "disk_path": str(folder), "eviction": "lru"}
+        super().__init__(engine, PrefixCacheConfig.model_validate(tiers | more), host_blocks=40)
         assert self.store is not None
         self.kv = self.store
 
@@ -139,7 +139,7 @@ def test_a_disk_too_slow_for_the_time_there_is_gets_a_beginning_or_nothing(lives
 
 
 def test_hits_and_misses_are_counted_in_blocks() -> None:
-    rig = PrefixRig(make_engine(), PrefixCacheConfig(host_mb=0))
+    rig = PrefixRig(make_engine(), PrefixCacheConfig())
     rig.serve([list(range(25))], chunk=40)
     rig.serve([list(range(25))], chunk=40)
     assert rig.store is not None
@@ -151,7 +151,7 @@ def test_hits_and_misses_are_counted_in_blocks() -> None:
     rig.close()
 
 
-AUDITS = PrefixCacheConfig(host_mb=0, host_blocks=12, audit_rate=1.0)
+AUDITS = PrefixCacheConfig(audit_rate=1.0)
 PROMPT = [(7 * at) % 90 + 1 for at in range(18)]
 WHOLE = len(PROMPT) // BLOCK_TOKENS
 
@@ -173,7 +173,7 @@ def other() -> TorchEngine:
 
 @pytest.fixture
 def audited(engine: TorchEngine) -> Iterator[PrefixRig]:
-    made = PrefixRig(engine, AUDITS)
+    made = PrefixRig(engine, AUDITS, host_blocks=12)
     yield made
     made.close()
 
@@ -204,7 +204,7 @@ prompts = st.builds(
 def test_rounding_is_no_mistake_and_the_text_is_the_same(
     roomy: TorchEngine, other: TorchEngine, waves: list[list[list[int]]], chunk: int
 ) -> None:
-    audited = PrefixRig(roomy, AUDITS)  # what is compared is there twice for a while
+    audited = PrefixRig(roomy, AUDITS, host_blocks=12)  # what is compared is there twice for a while
     plain = PrefixRig(other, None)
     for wave in waves:
         assert audited.serve(wave, chunk=chunk) == plain.serve(wave)

@@ -31,7 +31,7 @@ def engine_of(
         kv_blocks=kv_blocks,
         block_tokens=BLOCK_TOKENS,
         pie=pie,
-        host_blocks=HOST_BLOCKS,
+        cache_blocks=HOST_BLOCKS,
         attention=attention,
     )
 
@@ -42,7 +42,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def rig_of(engine: TorchEngine) -> PrefixRig:
-    return PrefixRig(engine, PrefixCacheConfig(host_blocks=HOST_BLOCKS))
+    return PrefixRig(engine, PrefixCacheConfig(), host_blocks=HOST_BLOCKS)
 
 
 def store_of(rig: PrefixRig) -> KvStore:
@@ -101,8 +101,8 @@ def test_a_copy_on_the_host_that_was_changed_is_not_what_a_block_leaves_the_devi
 
 def test_a_host_tier_that_the_engine_has_no_memory_for_is_refused(llama: Any) -> None:
     engine = engine_of(llama, level=5)
-    config = PrefixCacheConfig(host_blocks=HOST_BLOCKS + 1)
+    config, transfers = PrefixCacheConfig(), TransferEngine(lambda: None)
     with pytest.raises(ConfigError, match="host memory for 40 blocks of a prefix cache, not 41"):
-        open_store(config, engine, "worker-0", TransferEngine(lambda: None))
+        open_store(config, engine, "worker-0", transfers, host_blocks=HOST_BLOCKS + 1)
     assert isinstance(engine.pie, BlockPie)
     engine.pie.close()

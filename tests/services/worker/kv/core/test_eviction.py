@@ -16,7 +16,15 @@ from services.worker.kv.core.eviction import (
     ReuseHistory,
     order_maker,
 )
-from services.worker.kv.core.load_policy import PROBE_BLOCKS, RETRY_LOOKUPS, CostGate
+from services.worker.kv.core.load_policy import (
+    DROPPED,
+    HOST,
+    PEERS,
+    PROBE_BLOCKS,
+    RETRY_LOOKUPS,
+    CostGate,
+    Place,
+)
 from services.worker.kv.core.radix_tree import Node, Tier
 
 
@@ -272,3 +280,29 @@ def test_patience_grows_with_what_recomputing_would_take() -> None:
     gate.on_prefilled(10, 0.1)
     assert gate.most_s(10) == pytest.approx(0.2)
     assert gate.most_s(0) == 0.05
+
+
+@given(SPEED, SPEED, SPEED, st.floats(0, 1), st.booleans())
+def test_a_block_goes_where_it_is_expected_to_cost_least(
+    host_s: float, peer_s: float, recompute_s: float, returning: float, has_peers: bool
+) -> None:
+    gate = gate_of(host_s, 1.0, recompute_s)
+    gate.profile(Tier.PEER, peer_s)
+    cost_s: dict[Place, float] = {
+        HOST: host_s + returning * host_s,
+        PEERS: returning * peer_s,
+        DROPPED: returning * recompute_s,
+    }
+    places = (HOST, PEERS, DROPPED) if has_peers else (HOST, DROPPED)
+    chosen = gate.cheapest(places, returning)
+    assert cost_s[chosen] <= min(cost_s[place] for place in places) * (1 + 1e-9)
+
+
+def test_the_first_place_is_used_while_a_cost_is_unknown() -> None:
+    gate = gate_of(host_s=1.0, disk_s=1.0, recompute_s=1e-6)
+    assert gate.cheapest((HOST, DROPPED), None) is HOST
+    assert gate.cheapest((HOST, DROPPED), 0.5) is DROPPED
+    assert gate.cheapest((PEERS, DROPPED)) is PEERS
+    fresh = CostGate()
+    fresh.profile(Tier.HOST, 1.0)
+    assert fresh.cheapest((HOST, DROPPED), 0.5) is HOST

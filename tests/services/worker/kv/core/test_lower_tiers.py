@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import StoredBlock
-from services.worker.kv.tiers.checksums import CRC
-from services.worker.kv.tiers.peers import PeerTier
-from services.worker.kv.tiers.records import RecordRow
+from services.worker.kv.tiers.host import PeerTier
+from services.worker.kv.tiers.records import CRC, RecordRow
 from tests.services.worker.kv.rig import BLOCK_TOKENS, Rig, names_of, tokens_of
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.core.block_pool import RowPool, RowShare
+from services.worker.kv.core.block_pool import BlockPool, RowShare
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.residency import Residency, StepPlan
 
@@ -23,7 +23,7 @@ class Machine:
     once."""
 
     def __init__(self, device_blocks: int, ids: int, layers: int) -> None:
-        self.rows = RowPool(ids + CACHED)
+        self.rows = BlockPool(ids + CACHED, 1)
         outside = RowShare(self.rows, ids)
         self.residency = Residency(device_blocks, ids, layers, self._move, nullcontext(), outside)
         self.residency.is_intact = self.is_intact
@@ -113,8 +113,7 @@ class Machine:
         if len(self.cached) == CACHED:
             return
         own = self.residency.saved_row(block)
-        row = self.rows.take() if own is None else own
-        assert row is not None, "blocks in use have more than theirs"
+        row = self.rows.allocate(1)[0] if own is None else own
         if own is None:
             slot, there = self.residency.slot_of(block), self.residency.row_of(block)
             self.host[row] = self.host[there] if slot is None else self.device[slot]
@@ -124,7 +123,7 @@ class Machine:
     def forget(self, row: int) -> None:
         block, _ = self.cached.pop(row)
         if block is None or not self.residency.unshare(block):
-            self.rows.give(row)
+            self.rows.release([row])
 
     def is_intact(self, block: int) -> bool:
         """One in five is found to be spoilt, when that could still be told."""

@@ -20,13 +20,10 @@ from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Store, StoredBlock
-from services.worker.kv.tiers.checksums import CRC
 from services.worker.kv.tiers.copier import TierMover
-from services.worker.kv.tiers.disk import open_disk
-from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.peers import PeerTier
-from services.worker.kv.tiers.records import RecordRow, Records, records_of
-from services.worker.kv.tiers.slotfile import Geometry
+from services.worker.kv.tiers.disk import Geometry, open_disk
+from services.worker.kv.tiers.host import HostTier, PeerTier
+from services.worker.kv.tiers.records import CRC, RecordRow, Records, records_of
 from services.worker.kv.transfers import TransferEngine
 from shared.blocks import BlockHash, chain, root
 from tests.services.worker.kv.rig import flip_byte

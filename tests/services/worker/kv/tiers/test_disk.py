@@ -15,18 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.kv.core.tier_copier import StoredBlock
-from services.worker.kv.tiers.checksums import CRC
-from services.worker.kv.tiers.disk import DiskTier, open_disk
-from services.worker.kv.tiers.records import RecordRow
-from services.worker.kv.tiers.slotfile import (
+from services.worker.kv.tiers.disk import (
     PAGE_BYTES,
     SLOT_BYTES,
+    DiskTier,
     Geometry,
     SlotHeader,
+    open_disk,
     pack_file,
     pack_slot,
     unpack_slot,
 )
+from services.worker.kv.tiers.records import CRC, RecordRow
 from tests.services.worker.kv.rig import flip_byte
 
 GEOMETRY = Geometry(b"fingerprint 0001", 10_000, 4)

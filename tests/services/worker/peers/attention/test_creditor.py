@@ -46,6 +46,7 @@ from tests.services.worker.peers.attention.rig import (
     HEADS,
     HOST_GRANT,
     KV_HEADS,
+    Book,
     Lender,
     always,
     connect,

@@ -23,6 +23,7 @@ from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records
 from services.worker.peers.attention.core.cost import ShipMode, choose_mode
 from services.worker.peers.attention.debtor import Chooser
+from services.worker.peers.attention.interfaces import LentTier
 from services.worker.peers.attention.messages import ATTEND, FETCH, NATIVE, WRITE, Request
 from services.worker.peers.attention.shares import FetchedShare
 from services.worker.peers.transport.link import Call, PeerLink
@@ -263,8 +264,7 @@ def test_blocks_are_read_between_the_layers_of_a_step(llama: Any, monkeypatch: p
     with lender(llama, len(blocks)) as owner:
         small = make_engine(llama, 4)
         debtor = make_debtor(small, [owner], len(blocks), choose=CHOOSERS["fetch"])
-        reader = debtor.reader(owner.dial(), KvTier.DEVICE)
-        reader.grants = (GRANT,)
+        reader = LentTier(owner.dial(), (GRANT,), KvTier.DEVICE, attends=True)
         some = np.arange(2 * debtor.staging_blocks, dtype=np.int32)
         rows = np.zeros((len(some), Records(small.pools).record_bytes), dtype=np.uint8)
         collect = FetchedShare.collect

@@ -20,16 +20,19 @@ from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Homes, Part, split
 from services.worker.engine.spans import Span, pack
 from services.worker.peers.attention import exchange
-from services.worker.peers.attention.assembly import host_blocks
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.peers.attention.exchange import Asker, serve
-from services.worker.peers.attention.memory import LentMemory, device_memory, host_memory
+from services.worker.peers.attention.memory import (
+    LentMemory,
+    NativeSeals,
+    TorchSeals,
+    device_memory,
+    host_memory,
+)
 from services.worker.peers.attention.messages import NATIVE
-from services.worker.peers.attention.seals import NativeSeals, TorchSeals
-from services.worker.peers.settings import HostAttention, LendingConfig
+from services.worker.peers.settings import HostAttention
 from services.worker.peers.transport.pipe import Pipe
 from shared.errors import (
-    ConfigError,
     CorruptedKv,
     CreditorLost,
     DeadlineExceeded,
@@ -368,19 +371,6 @@ def test_host_memory_is_in_ram_for_an_engine_on_another_device(attends: bool) ->
     assert isinstance(host.backend, NativeSeals | TorchSeals)
     host.backend.write(0, torch.ones(1, 2, 16), torch.ones(1, 2, 16), torch.tensor([5]))
     assert host.pools[0][0][1, :, :, 1].eq(1).all()
-
-
-def test_the_settings_grant_blocks_or_mebibytes(llama: Any) -> None:
-    pools = make_engine(llama, 2).pools
-    block_bytes = sum(pool[0].nbytes for layer in pools for pool in layer)
-    assert host_blocks(LendingConfig(), pools) == 0
-    assert host_blocks(LendingConfig(host_mb=1), pools) == (1 << 20) // block_bytes
-    assert host_blocks(LendingConfig(host_mb=1, host_blocks=7), pools) == 7
-    assert host_blocks(LendingConfig(lend=False, host_mb=1, host_blocks=7), pools) == 0
-    large = torch.zeros(1, 1 << 10, 1 << 10, 4, device="meta")
-    huge: Any = [(large, large)]
-    with pytest.raises(ConfigError, match="holds no block"):
-        host_blocks(LendingConfig(host_mb=1), huge)
 
 
 def test_which_worker_attends_to_host_memory() -> None:

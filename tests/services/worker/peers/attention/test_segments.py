@@ -10,7 +10,7 @@ from services.worker.engine.backends import TorchBackend
 from services.worker.engine.partition import Homes, split
 from services.worker.engine.remote import merge_into
 from services.worker.engine.spans import PackedSpans, Span, pack
-from services.worker.peers.attention.staging import cut, pairs
+from services.worker.peers.attention.shares import cut, pairs
 from tests.rounding import assert_within
 from tests.services.worker.engine.reference import step_bounds
 

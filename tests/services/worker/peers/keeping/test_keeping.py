@@ -22,9 +22,7 @@ from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.peers.attention.creditor import LentGrants
 from services.worker.peers.keeping import loans as loans_module
-from services.worker.peers.keeping.keeper import KEEP, KEPT, Keeper, LentSlot
-from services.worker.peers.keeping.loans import CacheLoans
-from services.worker.peers.keeping.ways import PeerWays, SlotPlace
+from services.worker.peers.keeping.loans import KEEP, KEPT, CacheLoans, Keeper, LentSlot, PeerWays, SlotPlace
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.settings import LendingConfig
@@ -198,7 +196,7 @@ async def test_after_close_nothing_is_sent_and_no_creditor_fails(world: World) -
 
 LENDING = LendingConfig(lease_s=2.0, grace_s=0.1, rest_s=0.05)
 HOST_BLOCKS, DEVICE = 64, 12
-SMALL = PrefixCacheConfig(host_mb=0, host_blocks=8, peer_blocks=HOST_BLOCKS, shadow_share=0.0, swap_share=0.0)
+SMALL = PrefixCacheConfig(peer_blocks=HOST_BLOCKS, shadow_share=0.0, swap_share=0.0)
 PROMPTS = [[seed + 1, *range(1, 17), seed % 3] for seed in range(10)]
 """Four full blocks each, and their answers: three times the device and host memory."""
 
@@ -207,7 +205,7 @@ class Borrower:
     """An engine with a small cache, and a lender. The event loop's thread runs the engine too."""
 
     def __init__(self, bus: Bus, lending_bus: Bus) -> None:
-        self.rig = PrefixRig(make_engine(DEVICE), SMALL)
+        self.rig = PrefixRig(make_engine(DEVICE), SMALL, host_blocks=8)
         store = self.rig.store
         assert store is not None and store.peers is not None and self.rig.prefixes is not None
         self.store, self.prefixes = store, self.rig.prefixes

@@ -13,9 +13,9 @@ from services.ledger.config import LedgerConfig
 from services.ledger.service import HANDLERS as LEDGER_HANDLERS
 from services.ledger.service import Ledger
 from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.core.borrowing import CreditorPressure
 from services.worker.peers.lending.core.debts import BlockState, Debts, Repayment
 from services.worker.peers.lending.core.grants import Grants, Terms
-from services.worker.peers.lending.core.watermarks import CreditorPressure
 from services.worker.peers.lending.debtor import Debtor, Owner
 from services.worker.peers.lending.recalls import Recalls
 from services.worker.peers.lending.service import loans, section

@@ -82,18 +82,18 @@ class Side:
 
 
 _SMALL = TransferConfig(batch_blocks=2)
-_DEVICE_ONLY = PrefixCacheConfig(host_mb=0)
+_CACHED = PrefixCacheConfig()
 
 
 @contextmanager
 def workers(
-    *names: str, config: TransferConfig = _SMALL, cached: PrefixCacheConfig = _DEVICE_ONLY
+    *names: str, config: TransferConfig = _SMALL, cached: PrefixCacheConfig = _CACHED, host_blocks: int = 0
 ) -> Iterator[list[Side]]:
     """Workers of the same model; by default `giver` and `taker`. Checks them at the end."""
     planes = {name: Plane(Peer(name, 1), "here", [TcpTransport()]) for name in names or ("giver", "taker")}
     sides: list[Side] = []
     for plane in planes.values():
-        rig = PrefixRig(make_engine(), cached)
+        rig = PrefixRig(make_engine(), cached, host_blocks=host_blocks)
         store, door, engine = rig.store, EngineDoor(), rig.engine
         assert store is not None
         plane.open()

@@ -17,8 +17,7 @@ from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
-from services.worker.kv.tiers.checksums import CRC, Checksums
-from services.worker.kv.tiers.records import RecordRow
+from services.worker.kv.tiers.records import CRC, Checksums, RecordRow
 from services.worker.kv.transfers import Route
 from services.worker.peers.settings import TransferConfig
 from services.worker.service import Worker
@@ -223,8 +222,8 @@ EARLY = order(PROMPT[:9], is_shadow=True)
 
 @contextmanager
 def two(host_blocks: int = 16, share: float = 0.5) -> Iterator[tuple[Side, Side]]:
-    cached = PrefixCacheConfig(host_mb=0, host_blocks=host_blocks, shadow_share=share)
-    with workers(config=QUICK, cached=cached) as (giver, taker):
+    cached = PrefixCacheConfig(shadow_share=share)
+    with workers(config=QUICK, cached=cached, host_blocks=host_blocks) as (giver, taker):
         giver.rig.serve([PROMPT])
         yield giver, taker
 

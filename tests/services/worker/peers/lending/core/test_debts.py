@@ -10,15 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.peers.core.neighbours import Neighbours
-from services.worker.peers.lending.core.borrowing import AskCreditor, Borrowing, CreditorQuestion, is_answer
-from services.worker.peers.lending.core.debts import BlockState, Borrowed, Debts, GrantKey
-from services.worker.peers.lending.core.watermarks import (
+from services.worker.peers.lending.core.borrowing import (
+    AskCreditor,
     Balance,
+    Borrowing,
     CreditorPressure,
+    CreditorQuestion,
     Marks,
     in_order,
+    is_answer,
     pressures,
 )
+from services.worker.peers.lending.core.debts import BlockState, Borrowed, Debts, GrantKey
 from shared.messages.commands import CreditorCandidate, CreditorCandidates, FindCreditors
 from shared.messages.lending import (
     BlocksReturned,
