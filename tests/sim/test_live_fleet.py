@@ -286,8 +286,9 @@ class RecordedLoop(LiveLoop):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.scheduler = Recorder("scheduler", "scheduler-0", 1, clock=lambda: self.now_s)
-        kept = defaultdict(lambda: Recorder("worker", "", 1, clock=lambda: self.now_s))
-        self.recorders: dict[str, Recorder] = kept
+        self.recorders: dict[str, Recorder] = defaultdict(
+            lambda: Recorder("worker", "", 1, clock=lambda: self.now_s)
+        )
         self._term = TermReport(self.scheduler)
         self._steps: dict[str, StepRecord] = {}
         super().__init__(*arguments, **options)

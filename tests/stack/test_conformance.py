@@ -177,7 +177,8 @@ def test_a_conversation_goes_on(keeper: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny_chat", "max_output_tokens": 30, "temperature": 0}
     first = keeper.responses.create(input=FIRST, **asked)
     turns = [("user", FIRST), ("assistant", first.output_text), ("user", THEN)]
-    sent = keeper.responses.create(input=[{"role": r, "content": text} for r, text in turns], **asked)
+    spoken: Any = [{"role": role, "content": text} for role, text in turns]
+    sent = keeper.responses.create(input=spoken, **asked)
     asked |= {"input": THEN, "previous_response_id": first.id}
     replies = [keeper.responses.create(**asked) for _ in range(2)]
     assert {reply.output_text for reply in replies} == {sent.output_text}

@@ -154,7 +154,7 @@ def test_placement(policy: str, seed: int) -> None:
     fleet = FleetCapacity()
     packer = Packer(lambda blocks: create_packing(policy, blocks)) if policy == "mell" else None
     heard: list[type[Any]] = [WorkerReported, WorkerStepped, WorkerPrefixes]
-    kinds = [*heard, PlaceSequences, PlacementItem, SequenceMoved]
+    kinds: list[type[Any]] = [*heard, PlaceSequences, PlacementItem, SequenceMoved]
     coming = events(seed, kinds)
     for _ in range(EVENTS):
         message, now_s = next(coming)

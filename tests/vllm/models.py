@@ -13,8 +13,8 @@ from tests.stack.running import TINY_CHAT
 _SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 _COMMON: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "max_position_embeddings": 1024}
 _COMMON["initializer_range"] = 0.2
-_WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2}
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_WINDOWS: dict[str, Any] = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def _qwen2(common: dict[str, Any]) -> Any:

@@ -220,7 +220,7 @@ class BatchStore:
         batches = []
         for row in rows:
             good, answered = self._db.execute(count, (row[1],)).fetchone()
-            batches.append(Batch(*row, good, answered - good))
+            batches.append(Batch._make((*row, good, answered - good)))
         return batches
 
     # --- batches, as the gateway that runs one sees it

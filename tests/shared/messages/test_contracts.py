@@ -131,8 +131,8 @@ def test_the_bytes_of_a_frame_are_arrays_in_this_order() -> None:
     delta = tokens.TokenDelta("req_1", 0, 1, 5, (7, 8), FinishReason.STOP, 3, logprobs, b"p")
     frame = tokens.TokenFrame("worker-0", 9, (delta,))
     packed = [[-0.5, [[7, -0.5], [9, -1.5]], b""], [-2.0, [], b""]]
-    delta = ["req_1", 0, 1, 5, [7, 8], "stop", 3, packed, b"p"]
-    assert msgpack.unpackb(encode(frame)) == ["worker-0", 9, [delta]]
+    written = ["req_1", 0, 1, 5, [7, 8], "stop", 3, packed, b"p"]
+    assert msgpack.unpackb(encode(frame)) == ["worker-0", 9, [written]]
 
 
 def test_a_frame_of_an_older_writer_is_read_with_defaults() -> None:

@@ -220,8 +220,9 @@ def gathering(
 
 
 def capacity(free: int, total: int, borrowed: int = 0) -> Capacity:
-    lent = {"borrowed_blocks": borrowed, "borrowed_free_blocks": borrowed}
-    return Capacity(total_blocks=total, free_blocks=free, **lent)
+    return Capacity(
+        total_blocks=total, free_blocks=free, borrowed_blocks=borrowed, borrowed_free_blocks=borrowed
+    )
 
 
 def test_the_lack_depends_on_the_pools_size_and_on_grants_since_the_report() -> None:
