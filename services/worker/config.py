@@ -45,10 +45,14 @@ class WorkerConfig(ModelServiceConfig):
     )
     model: str = Field(
         default="models/tiny_chat",
-        description="folder of a Hugging Face decoder, or a hub id (ORG/NAME@REVISION)",
+        description="folder of a Hugging Face decoder, GGUF file, or hub id (ORG/NAME@REVISION)",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="float32", description="of weights and KV; auto: the checkpoint's"
+    )
+    weights: Literal["auto", "fp32", "int8", "int4"] = Field(
+        default="auto",
+        description="bits of matrices on a CPU; auto: as a GGUF file has them, else dtype; fp32: widened",
     )
     device: str = Field(
         default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="torch device: cpu, cuda or cuda:N"

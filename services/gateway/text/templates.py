@@ -13,7 +13,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import ConfigError
+from shared.gguf_files import is_gguf
 from shared.model_files import HubId, read_json, source_of
+
+_TRIAL = [{"role": "user", "content": "Hello"}]
 
 
 class _Generation(jinja2.ext.Extension):
@@ -48,21 +51,25 @@ def template_source(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def check_template(model: str) -> None:
-    """Compile a model folder's chat template. Raises ConfigError if that fails."""
+    """Compile a model's chat template and render a chat. Raises ConfigError if that fails."""
     folder = source_of(model)
     if isinstance(folder, HubId):
         return
     try:
         source = template_source(folder, read_json(folder / "tokenizer_config.json"))
         if source is not None:
-            template_environment().from_string(source)
-    except (jinja2.TemplateSyntaxError, UnicodeDecodeError) as error:
+            template = template_environment().from_string(source)
+            template.render(messages=_TRIAL, add_generation_prompt=True, bos_token="", eos_token="")
+    except (jinja2.TemplateSyntaxError, jinja2.UndefinedError, TypeError, UnicodeDecodeError) as error:
         line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise ConfigError(
-            f"the chat template of {folder} cannot be used: {error}{line}: correct chat_template.jinja, or "
-            "chat_template in tokenizer_config.json",
-            param="model",
-        ) from None
+        remedy = "correct chat_template.jinja, or chat_template in tokenizer_config.json"
+        if is_gguf(model):
+            remedy = f"write one to {Path(model).with_suffix('.jinja')}"
+        of = model if is_gguf(model) else folder
+        text = f"the chat template of {of} cannot be used: {error}{line}: {remedy}"
+        raise ConfigError(text, param="model") from None
+    except jinja2.TemplateError:
+        return  # its own refusal of this chat: others may pass
 
 
 def _raise_exception(message: str) -> None:
