@@ -344,7 +344,9 @@ def _with_default_model(options: "UpOptions", console: Console) -> "UpOptions":
         remedy = f"./kvasir models pull {models.DEFAULT} fetches it (93 MB)"
         say(console, f"{models.DEFAULT} is not here, so Tiny Chat is served: {remedy}")
         return options
-    return replace(options, config=config.model_copy(update={"model": model}))
+    sets = (("gateway", "default_temperature", models.DEFAULT_TEMPERATURE), *sources.overrides)
+    sources = replace(sources, overrides=sets)
+    return replace(options, config=config.model_copy(update={"model": model}), sources=sources)
 
 
 def _env(arguments: argparse.Namespace, console: Console) -> int:

