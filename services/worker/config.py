@@ -16,6 +16,7 @@ from services.worker.pie.settings import PieSettings
 from services.worker.prerequisites import check_cuda, check_disk
 from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
+from shared.gguf_files import is_gguf
 from shared.model_files import check_model
 
 _LACKING = {
@@ -136,6 +137,8 @@ class WorkerConfig(ModelServiceConfig):
             "pie.enabled": self.pie.enabled is True,
             "lending.borrow": self.lending.borrow is True and self.engine == "vllm",
             "kv_bytes": self.kv_bytes and self.engine == "simulated",
+            "a GGUF file as model": is_gguf(self.model) and self.engine == "vllm",
+            "weights": self.weights != "auto" and self.engine == "vllm",
             "attention": self.attention != "auto" and self.engine == "vllm",
             "states_every": self.states_every,
         }
