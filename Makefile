@@ -21,7 +21,10 @@ help: ## this list
 # The engine's name, not that of the policy `vllm`.
 WANTS_VLLM = $(or $(findstring engine vllm,$(ARGS)),$(findstring engine=vllm,$(ARGS)))
 
-up: .venv/.runtime $(if $(WANTS_VLLM),.venv-vllm/.installed) ## set up, start the stack in the background, print its URL, key and a curl line
+# The model that is served if none is named: without it `up` serves Tiny Chat.
+NAMES_A_MODEL = $(or $(findstring --model,$(ARGS)),$(findstring --engine,$(ARGS)))
+
+up: .venv/.runtime $(if $(NAMES_A_MODEL),,.venv/.model) $(if $(WANTS_VLLM),.venv-vllm/.installed) ## set up, start the stack in the background, print its URL, key and a curl line
 	@$(BIN)/python -m services up --detach --if-needed $(ARGS)
 
 down: .venv/.runtime ## end the stack
@@ -143,6 +146,10 @@ format: .venv/.dev ## write the format that `make lint` asks for
 
 .venv/.dev: deploy/locks/dev.txt .venv/.runtime
 	@$(PYTHON) deploy/install.py --dev
+	@touch $@
+
+.venv/.model: deploy/locks/model.txt .venv/.runtime
+	@$(PYTHON) deploy/install.py --model || true
 	@touch $@
 
 .PHONY: FORCE

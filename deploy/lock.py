@@ -54,6 +54,7 @@ def main(words: list[str]) -> None:
         _write(apart, _compile(apart, words, (apart,)))
     _write("ucx", _compile("ucx", [*words, "--no-deps"], ("ucx",)))
     _write("kv-events", _compile("kv-events", [*words, "--no-deps"], ("kv-events",)))
+    _write("model", _compile("model", [*words, "--no-deps"], ("model",)))
     scores = _compile("lm-eval", words, ("lm-eval",))
     _write("lm-eval", {line: entry for line, entry in scores.items() if not _GPU_ONLY.match(line)})
     vllm = _compile_vllm(words)

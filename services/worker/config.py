@@ -16,6 +16,7 @@ from services.worker.pie.settings import PieSettings
 from services.worker.prerequisites import check_cuda, check_disk
 from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
+from shared.gguf_files import is_gguf
 from shared.model_files import check_model
 
 _LACKING = {
@@ -45,10 +46,14 @@ class WorkerConfig(ModelServiceConfig):
     )
     model: str = Field(
         default="models/tiny_chat",
-        description="folder of a Hugging Face decoder, or a hub id (ORG/NAME@REVISION)",
+        description="folder of a Hugging Face decoder, GGUF file, or hub id (ORG/NAME@REVISION)",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="float32", description="of weights and KV; auto: the checkpoint's"
+    )
+    weights: Literal["auto", "fp32", "int8", "int4"] = Field(
+        default="auto",
+        description="bits of matrices on a CPU; auto: as a GGUF file has them, else dtype; fp32: widened",
     )
     device: str = Field(
         default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="torch device: cpu, cuda or cuda:N"
@@ -135,6 +140,8 @@ class WorkerConfig(ModelServiceConfig):
             "pie.enabled": self.pie.enabled is True,
             "lending.borrow": self.lending.borrow is True and self.engine == "vllm",
             "kv_bytes": self.kv_bytes and self.engine == "simulated",
+            "a GGUF file as model": is_gguf(self.model) and self.engine == "vllm",
+            "weights": self.weights != "auto" and self.engine == "vllm",
             "attention": self.attention != "auto" and self.engine == "vllm",
             "states_every": self.states_every,
         }

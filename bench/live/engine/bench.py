@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--model",
         default="models/tiny_chat",
-        help=f"folder, or {', '.join(RANDOM_SHAPES)}: random weights, made on first use [%(default)s]",
+        help=f"folder, GGUF file, or {', '.join(RANDOM_SHAPES)}: random weights, made once [%(default)s]",
     )
     add("--batches", type=_numbers, help="concurrent requests [1,8,32,64]")
     add("--contexts", type=_numbers, help="prompt tokens [100,500; a random model: 100]")

@@ -14,6 +14,7 @@ from bench.kit.provenance import ROOT
 from bench.kit.stacks import PLAIN, Server, start_stack, started
 from services.stack.obstructions import free_port
 from shared.errors import ConfigError
+from shared.gguf_files import is_gguf
 
 MAX_CONTEXT_TOKENS = 2048
 GIB = 1 << 30
@@ -78,7 +79,7 @@ def start_llamacpp(setup: Setup) -> Server:
     libraries = str(Path(binary).resolve().parent)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "LD_LIBRARY_PATH": libraries}
     tree = ProcessTree("llamacpp", argv, environ, setup.run_dir / "llamacpp.log", ROOT)
-    weights = setup.gguf.name if setup.gguf else "F32"
+    weights = setup.gguf.name if setup.gguf else setup.model.name if is_gguf(str(setup.model)) else "F32"
     return started(Server("llamacpp", tree, Target(port, setup.model.name), describes={"weights": weights}))
 
 
@@ -93,7 +94,9 @@ def llamacpp_binary() -> str:
 
 
 def gguf(model: Path) -> Path:
-    """Return the checkpoint as GGUF, converting it on first use. Raises ConfigError if that fails."""
+    """Return the checkpoint as GGUF, converting a folder on first use. Raises ConfigError if that fails."""
+    if is_gguf(str(model)):
+        return model
     target, python = CACHE / f"{model.name}.gguf", _VENV / "python"
     if target.exists():
         return target

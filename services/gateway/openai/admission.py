@@ -38,10 +38,11 @@ def sampling_of(
     max_tokens: int,
     grammar: str = "",
     forced: Sequence[int] = (),
+    default_temperature: float = 1.0,
 ) -> Sampling:
     """Return the request's sampling parameters, with edge values replaced by safe equivalents. Raises
     InvalidRequest for `min_tokens` above `max_tokens` and for unknown tokens."""
-    temperature = 1.0 if request.temperature is None else float(request.temperature)
+    temperature = default_temperature if request.temperature is None else float(request.temperature)
     top_p = 1.0 if request.top_p is None else float(request.top_p)
     min_tokens, top_logprobs = request.min_tokens or 0, request.logprobs_wanted
     if min_tokens > max_tokens:
@@ -394,7 +395,8 @@ class Acceptance:
             given.append(self._given(request, prompt, limit, at) if has_given else NOT_GIVEN)
             end = len(prompt) - given[-1].tokens
             cut.append(tuple(prompt[:end]))
-            samplings.append(sampling_of(request, self.codec, seed, max_tokens, grammar, prompt[end:]))
+            rest, temperature = prompt[end:], self.config.default_temperature
+            samplings.append(sampling_of(request, self.codec, seed, max_tokens, grammar, rest, temperature))
         options = request.stream_options
         ends = () if request.ignore_eos else self.codec.end_token_ids
         return AdmittedRequest(

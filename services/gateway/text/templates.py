@@ -13,7 +13,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import ConfigError
+from shared.gguf_files import is_gguf
 from shared.model_files import HubId, read_json, source_of
+
+_USER = {"role": "user", "content": "Hello"}
+_TRIALS = ([_USER], [{"role": "system", "content": "Be brief."}, _USER])
+_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -48,21 +53,42 @@ def template_source(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def check_template(model: str) -> None:
-    """Compile a model folder's chat template. Raises ConfigError if that fails."""
+    """Compile a model's chat template and render short chats. Raises ConfigError if that fails."""
     folder = source_of(model)
     if isinstance(folder, HubId):
         return
     try:
         source = template_source(folder, read_json(folder / "tokenizer_config.json"))
-        if source is not None:
-            template_environment().from_string(source)
-    except (jinja2.TemplateSyntaxError, UnicodeDecodeError) as error:
-        line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise ConfigError(
-            f"the chat template of {folder} cannot be used: {error}{line}: correct chat_template.jinja, or "
-            "chat_template in tokenizer_config.json",
-            param="model",
-        ) from None
+        problem = None if source is None else _problem(source)
+    except UnicodeDecodeError as error:
+        problem = str(error)
+    if problem is None:
+        return
+    remedy = "correct chat_template.jinja, or chat_template in tokenizer_config.json"
+    if is_gguf(model):
+        remedy = f"write one to {Path(model).with_suffix('.jinja')}"
+    text = f"the chat template of {model if is_gguf(model) else folder} cannot be used: {problem}: {remedy}"
+    raise ConfigError(text, param="model")
+
+
+def _problem(source: str) -> str | None:
+    """Return why a template renders no chat; None if it renders one, or refuses it in its own words."""
+    try:
+        template = template_environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        return f"{error} (line {error.lineno})"
+    problem = None
+    for messages in _TRIALS:
+        try:
+            template.render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **_TOKENS
+            )
+            return None
+        except (jinja2.UndefinedError, TypeError) as error:
+            problem = str(error)
+        except (jinja2.TemplateError, ValueError, KeyError, OverflowError):
+            return None
+    return problem
 
 
 def _raise_exception(message: str) -> None:

@@ -193,6 +193,10 @@ class PagedAttention:
         self._waited_s = self._clock() - began_s
         return kinds[0][0].spans
 
+    def own_part(self, layer: int) -> PackedSpans:
+        """Return the engine's own part of a layer's attention in a partitioned step."""
+        return self._own[self.windows[layer]]
+
     def end(self) -> None:
         """End the step after its last layer. Raises CreditorLost."""
         if self.is_partitioned and self._remote is not None:
@@ -248,8 +252,7 @@ class PagedAttention:
             self._partial.write(layer, keys, values, self.slots)
             self.send(layer, queries, keys, values, shape)
             self.enter(layer)
-            own = self._own[self.windows[layer]]
-            output, lse = self._partial.attend_part(layer, own, queries, shape)
+            output, lse = self._partial.attend_part(layer, self.own_part(layer), queries, shape)
             self.leave(layer)
             self.join(layer, output, lse)
             return output.to(queries.dtype)

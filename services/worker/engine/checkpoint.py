@@ -11,6 +11,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
+from shared.gguf_files import WEIGHTS
 from shared.model_files import read_json, source_of
 from shared.tokenizer_files import model_folder
 
@@ -23,7 +24,7 @@ _SAYS_NOTHING_OF_KV = frozenset(
 
 Unknown keys count: a harmless difference costs a cache miss, an overlooked one gives wrong answers."""
 _LENGTH = struct.Struct("<Q")
-_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+_PATTERNS = ("*.safetensors", "pytorch_model*.bin", WEIGHTS)
 
 
 def canonical(value: Any) -> Any:

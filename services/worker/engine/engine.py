@@ -12,7 +12,7 @@ from services.worker.engine.forward import make_forward
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import LoadedModel, layout_name, model_digest
 from services.worker.engine.native.library import AttentionMode, choose
-from services.worker.engine.sampler import sample, with_hidden
+from services.worker.engine.sampler import Logits, sample, with_hidden
 from services.worker.engine.spans import Span
 from services.worker.engine.states import tap_of
 from services.worker.engine.stream import stream_opener
@@ -63,7 +63,7 @@ class TorchEngine:
         self.device_type: str = model.device.type
         self.q_heads = int(config.num_attention_heads)
         self._grammars = grammars
-        self.weights = model_digest(model.module)
+        self.weights = model.digest or model_digest(model.module)
         layout, dtype = layout_name(model.layers), str(model.dtype)
         self.fingerprint = fingerprint(
             model=self.weights, dtype=dtype, layout=layout, block_tokens=block_tokens
@@ -105,6 +105,10 @@ class TorchEngine:
         """K and V pools of each layer; see `engine.paged` for their shapes."""
         self._tap = tap_of(config, states_every)
         self._forward = make_forward(model, self.attention, threads=threads, release=release, tap=self._tap)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
+        """Return the logits of the rows `kept` of a step that `attention.begin` has begun."""
+        return self._forward(tokens, positions, kept)
 
     def records(self) -> Records:
         """Return the blocks as rows of bytes, for use by one thread."""

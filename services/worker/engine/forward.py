@@ -12,11 +12,14 @@ from transformers.models.llama import LlamaForCausalLM
 
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.llama_parts import JoinedLayer, is_plain, join_layer
-from services.worker.engine.loading import LoadedModel, replace_attention
-from services.worker.engine.native.llama import NativeLlama, is_computable
+from services.worker.engine.loading import LoadedModel, native_obstacle, replace_attention
+from services.worker.engine.native.llama import NativeLlama
 from services.worker.engine.paged import Shape, to_device
 from services.worker.engine.sampler import Logits
 from services.worker.engine.states import StateTap
+from shared.log import canonical, get_logger
+
+_log = get_logger("worker.forward")
 
 
 class LlamaForward:
@@ -125,7 +128,8 @@ def make_forward(
     release: bool = False,
     tap: StateTap | None = None,
 ) -> Forward:
-    """Return the fastest forward pass: for Llamas on CUDA or in fp32 a special one, else transformers'.
+    """Return the fastest forward pass: for Llamas on CUDA and known families in fp32 a special one, else
+    transformers'. Logs which, and why.
 
     `release` frees the module's weights if the pass has packed copies. The CUDA pass does not fill `tap`."""
     if attention.triton is not None and isinstance(model.module, LlamaForCausalLM):
@@ -143,10 +147,22 @@ def make_forward(
                 return chosen(tokens, positions, kept)
 
             return by_reach
+    why, library = native_obstacle(model.module, attention.library), attention.library
+    if library is not None and not why:
+        native = NativeLlama(
+            model.module,
+            attention,
+            library,
+            threads=threads,
+            release=release,
+            tap=tap,
+            precision=model.precision,
+        )
+        canonical(_log, "computes natively", weights=native.describe_weights())
+        return native
     is_llama = isinstance(model.module, LlamaForCausalLM) and is_plain(model.module)
-    if not is_llama or model.dtype is not torch.float32:
-        return TransformersForward(model, attention, tap)
-    library = attention.library
-    if library is not None and is_computable(model.module):
-        return NativeLlama(model.module, attention, library, threads=threads, release=release, tap=tap)
-    return LlamaForward(model.module, attention, tap)
+    if is_llama and model.dtype is torch.float32:
+        canonical(_log, "computes in torch", why=why)
+        return LlamaForward(model.module, attention, tap)
+    canonical(_log, "computes with transformers' modules", why=why)
+    return TransformersForward(model, attention, tap)

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 
-_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
-
 
 @dataclass(frozen=True, slots=True)
 class JoinedLayer:
-    """Weights of one decoder layer; matrices `[out, in]`, or packed (`native.weights`)."""
+    """Weights of one decoder layer; matrices `[out, in]`."""
 
     input_norm: torch.Tensor
     query_key_value: torch.Tensor
@@ -49,10 +47,3 @@ def is_plain(module: Any) -> bool:
     """Return whether a LlamaForCausalLM has SiLU and no biases."""
     biased = any(name.endswith("proj.bias") for name, _ in module.named_parameters())
     return module.config.hidden_act == "silu" and not biased
-
-
-def is_rotation_fixed(config: Any) -> bool:
-    """Return whether rotations depend on the position alone, not on the longest sequence."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    is_partial = bool(rope.get("partial_rotary_factor"))
-    return rope.get("rope_type", "default") in _FIXED_ROTATIONS and not is_partial

@@ -1,4 +1,4 @@
-"""Loads any Hugging Face decoder, from a folder or the hub.
+"""Loads any Hugging Face decoder, from a folder, a GGUF file or the hub.
 
 Running one token through the model finds each layer's KV shape, so no architecture is a special case."""
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -19,9 +19,15 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as _logging
 
 from services.worker.engine.attention import LayerProbe, LayerShape
-from services.worker.engine.checkpoint import canonical
+from services.worker.engine.checkpoint import canonical, checkpoint_digest
+from services.worker.engine.gguf_weights import GgufWeights, empty_module, fill
+from services.worker.engine.native.families import obstacle
+from services.worker.engine.native.library import AttentionMode, choose
+from services.worker.engine.native.weights import AS_STORED, Precision
 from services.worker.engine.progress import LoadProgress
 from shared.errors import ConfigError
+from shared.gguf_files import WEIGHTS
+from shared.log import get_logger
 from shared.model_files import HubId, check_model, read_json, source_of
 from shared.tokenizer_files import model_folder
 
@@ -42,6 +48,7 @@ def layout_name(layers: Sequence[LayerShape]) -> str:
     return f"K[head,dim,token]V[head,token,dim]:{shapes}"
 
 
+_log = get_logger("worker.loading")
 _quiet: Any = _logging
 
 _UNKNOWN_ARCHITECTURE = ("does not recognize this architecture", "Unrecognized configuration class")
@@ -49,6 +56,7 @@ _UNKNOWN_ARCHITECTURE = ("does not recognize this architecture", "Unrecognized c
 _ASK_S = 10.0
 _SMALL = (".json", ".jinja", ".txt", ".model")
 _TOKEN = "set HF_TOKEN to a token of an account that may read it (docs/models.md)"
+BITS = {"int8": 8, "int4": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -63,6 +71,9 @@ class LoadedModel:
     max_positions: int
     dtype: torch.dtype
     device: torch.device
+    precision: Precision = AS_STORED
+    digest: str = ""
+    """Name of the weights where the module has not them all; empty: `model_digest`."""
 
     def block_bytes(self, block_tokens: int) -> int:
         """Return the bytes of one KV block over all layers."""
@@ -70,8 +81,27 @@ class LoadedModel:
         return per_token * block_tokens * self.dtype.itemsize
 
 
-def load(model: str, *, dtype: str, device: str, progress: LoadProgress | None = None) -> LoadedModel:
-    """Return the model of a folder or hub id. Raises ConfigError if it cannot be loaded or served."""
+def native_obstacle(module: Any, library: Any) -> str:
+    """Return why the native step does not compute a module; empty if it does."""
+    if next(module.parameters()).dtype is not torch.float32:
+        return "the native step computes in float32"
+    return obstacle(module) or (
+        "" if library is not None else "there is no native library, or attention is torch"
+    )
+
+
+def load(
+    model: str,
+    *,
+    dtype: str,
+    device: str,
+    weights: str = "auto",
+    attention: AttentionMode = "auto",
+    progress: LoadProgress | None = None,
+) -> LoadedModel:
+    """Return the model of a folder, GGUF file or hub id. Raises ConfigError if it cannot be loaded or served.
+
+    `weights`: `worker.weights`."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")
     _quiet.disable_progress_bar()
@@ -83,6 +113,11 @@ def load(model: str, *, dtype: str, device: str, progress: LoadProgress | None =
     if device != "cpu" and not torch.cuda.is_available():
         text = f"device {device}: torch finds no GPU here: write worker.device=cpu, or look at `nvidia-smi`"
         raise ConfigError(text, param="device")
+    progress = progress or LoadProgress()
+    if isinstance(source, Path) and (source / WEIGHTS).exists():
+        return _of_gguf(
+            model, source, dtype=dtype, device=device, weights=weights, attention=attention, progress=progress
+        )
     try:
         module = AutoModelForCausalLM.from_pretrained(
             name, dtype=DTYPES[dtype], attn_implementation="eager", **options
@@ -94,7 +129,46 @@ def load(model: str, *, dtype: str, device: str, progress: LoadProgress | None =
         text = f"{kind} {model!r} holds no model that can be loaded: {error}"
         raise ConfigError(text, param="model") from error
     torch_module: Any = module
-    return describe(torch_module.to(device))
+    loaded = describe(torch_module.to(device))
+    if weights not in BITS:
+        return loaded
+    _check_native(loaded.module, device, attention, weights)
+    digest = f"{model_digest(loaded.module)} {weights}"
+    return replace(loaded, precision=Precision(BITS[weights]), digest=digest)
+
+
+def _of_gguf(
+    model: str,
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    weights: str,
+    attention: AttentionMode,
+    progress: LoadProgress,
+) -> LoadedModel:
+    """Return the model of a GGUF file, with the file's bits if the native step computes it."""
+    module = empty_module(folder, DTYPES[dtype]).to(device)
+    file = GgufWeights(folder / WEIGHTS, module.config)
+    if weights in BITS:
+        _check_native(module, device, attention, weights)
+    library = choose(attention, device=torch.device(device), dtype=DTYPES[dtype])
+    why = "" if weights == "fp32" else native_obstacle(module, library)
+    is_kept = weights != "fp32" and not why
+    if why and (kinds := file.quantised()):
+        _log.warning("weights of %s are widened to %s: %s", ", ".join(kinds), dtype, why)
+    fill(module, file, progress, vectors_only=is_kept)
+    if not is_kept:
+        return describe(module)
+    digest = f"{checkpoint_digest(model, dtype)} {weights}"
+    return replace(describe(module), precision=Precision(BITS.get(weights), file), digest=digest)
+
+
+def _check_native(module: Any, device: str, attention: AttentionMode, weights: str) -> None:
+    library = choose(attention, device=torch.device(device), dtype=next(module.parameters()).dtype)
+    if why := native_obstacle(module, library):
+        text = f"weights {weights} are computed by the native step, which cannot compute this model: {why}; "
+        raise ConfigError(f"{text}set weights auto", param="weights")
 
 
 def _counted(progress: LoadProgress, make: Any, words: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -269,6 +269,7 @@ TINY_CHAT = ROOT / "models" / "tiny_chat"
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(models.ENV_FOLDER, str(tmp_path / "home"))
+    monkeypatch.setenv("KVASIR_CACHE", str(tmp_path / "cache"))
     return tmp_path / "home"
 
 
@@ -317,6 +318,39 @@ def test_the_hubs_files_are_taken_as_they_come(home: Path) -> None:
     assert models.named("somebody/other@v2") == ("other", "somebody/other@v2")
     with pytest.raises(ConfigError):
         models.named("mine=")
+
+
+def test_the_default_model_is_the_file_that_was_fetched(home: Path, tmp_path: Path) -> None:
+    assert models.default() is None
+    assert models.named(models.DEFAULT) == (models.DEFAULT, models.DEFAULT)
+    file = tmp_path / "cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(1000))
+    assert models.default() == f"{models.DEFAULT}={file}"
+    assert models.named(models.DEFAULT) == (models.DEFAULT, str(file))
+    assert [(each.name, each.size_bytes) for each in models.known()] == [(models.DEFAULT, 1000)]
+    assert models.pull(models.DEFAULT, None, no_hub).name == models.DEFAULT
+    assert models.remove(models.DEFAULT).name == models.DEFAULT
+    assert models.default() is None
+
+
+def test_models_are_pulled_by_name(home: Path) -> None:
+    asked: list[str] = []
+
+    def hub(model: HubId, target: Path) -> None:
+        asked.append(str(model))
+        no_hub(model, target)
+
+    with pytest.raises(ConfigError):
+        models.pull("Qwen2.5-0.5B-Instruct", None, hub)
+    assert asked == ["Qwen/Qwen2.5-0.5B-Instruct"]
+
+
+def test_a_file_is_served_under_its_stem_or_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "Own-1B.Q8_0.gguf"
+    file.write_bytes(b"")
+    assert models.named(str(file)) == ("Own-1B.Q8_0", str(file))
+    assert models.named(f"own={file}") == ("own", str(file))
 
 
 def test_a_link_keeps_its_own_name(home: Path, tmp_path: Path) -> None:

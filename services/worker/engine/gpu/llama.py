@@ -15,7 +15,8 @@ from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.graphs import CudaCapture, DecodeGraphs, GraphLimits
 from services.worker.engine.gpu.spans import Heads
 from services.worker.engine.gpu.streaming import GpuStream
-from services.worker.engine.llama_parts import JoinedLayer, is_plain, is_rotation_fixed, join_layer
+from services.worker.engine.llama_parts import JoinedLayer, is_plain, join_layer
+from services.worker.engine.native.families import is_rotation_fixed
 from services.worker.engine.paged import to_device
 
 MAX_BATCH = 128
@@ -24,7 +25,8 @@ MAX_BATCH = 128
 
 def is_computable(module: Any) -> bool:
     """Return whether `CudaLlama` supports a `LlamaForCausalLM`."""
-    return is_plain(module) and is_rotation_fixed(module.config)
+    is_partial = (getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor")
+    return is_plain(module) and is_rotation_fixed(module.config) and not is_partial
 
 
 def with_graphs(

@@ -97,17 +97,20 @@ void multiply_panel(Tile tile, int32_t rows) {
   }
 }
 
-void write_gated(const float* sums, float* c, int64_t c_stride, int32_t rows, int32_t columns) {
+void write_gated(const float* sums, float* c, int64_t c_stride, int32_t rows, int32_t columns, bool is_gelu) {
   for (int32_t row = 0; row < rows; ++row, sums += kPanel, c += c_stride) {
     float gated[kHalf];
-    for (int v = 0; v < kHalf; v += kLanes) store(gated + v, silu(load(sums + v)) * load(sums + kHalf + v));
+    for (int v = 0; v < kHalf; v += kLanes) {
+      const Vec gate = load(sums + v);
+      store(gated + v, (is_gelu ? gelu(gate) : silu(gate)) * load(sums + kHalf + v));
+    }
     std::memcpy(c, gated, sizeof(float) * columns);
   }
 }
 
 // Computes one panel for at most kRowBlock rows.
 void finish_panel(const GemmCall& call, Tile tile, int32_t rows, int32_t panel) {
-  const bool gated = call.epilogue == GEMM_SILU_MUL;
+  const bool gated = call.epilogue >= GEMM_SILU_MUL;
   const int32_t width = gated ? kHalf : kPanel;
   const int32_t columns = std::min(width, call.outputs - panel * width);
   float* c = tile.c + static_cast<int64_t>(panel) * width;
@@ -122,7 +125,7 @@ void finish_panel(const GemmCall& call, Tile tile, int32_t rows, int32_t panel) 
     for (int32_t row = 0; row < rows; ++row)
       std::memcpy(sums + row * kPanel, c + row * call.c_stride, sizeof(float) * columns);
   multiply_panel(tile, rows);
-  if (gated) return write_gated(sums, c, call.c_stride, rows, columns);
+  if (gated) return write_gated(sums, c, call.c_stride, rows, columns, call.epilogue == GEMM_GELU_MUL);
   for (int32_t row = 0; row < rows; ++row)
     std::memcpy(c + row * call.c_stride, sums + row * kPanel, sizeof(float) * columns);
 }
@@ -171,7 +174,7 @@ void gemm_unpack_row(const float* packed, int32_t inputs, int64_t output, float*
 }
 
 void gemm(const GemmCall* call) {
-  const int32_t panels = panels_of(call->outputs, call->epilogue == GEMM_SILU_MUL ? kHalf : kPanel);
+  const int32_t panels = panels_of(call->outputs, call->epilogue >= GEMM_SILU_MUL ? kHalf : kPanel);
   for (int32_t first = 0; first < call->rows; first += kRowBlock) {
     const int32_t rows = std::min(kRowBlock, call->rows - first);
     const Tile tile{call->a + first * call->a_stride, call->a_stride, call->packed,

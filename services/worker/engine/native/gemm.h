@@ -13,6 +13,7 @@ enum GemmEpilogue : int32_t {
   GEMM_STORE = 0,     // C = A · Wᵀ
   GEMM_ADD = 1,       // C += A · Wᵀ
   GEMM_SILU_MUL = 2,  // W packed by gemm_pack_pair: C = silu(A · gateᵀ) * (A · upᵀ)
+  GEMM_GELU_MUL = 3,  // the same with GELU through tanh
 };
 
 struct GemmCall {

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "gemm.h"
+#include "grouped.h"
 #include "vector.h"
 
 namespace {
@@ -52,19 +52,67 @@ void norm_rows(const LlamaModel& model, const LlamaStep& step, const float* weig
     rms_norm(step.hidden + row * model.hidden, weight, model.hidden, model.eps, step.normed + row * model.hidden);
 }
 
-void project(const LlamaModel& model, int32_t rows, const float* from, int64_t inputs, const float* packed, float* to,
-             int64_t outputs, GemmEpilogue epilogue) {
-  const GemmCall call{from,
-                      inputs,
-                      packed,
-                      to,
-                      outputs,
-                      rows,
-                      static_cast<int32_t>(outputs),
-                      static_cast<int32_t>(inputs),
-                      epilogue,
-                      model.threads};
-  gemm(&call);
+void project(const LlamaModel& model, const LlamaStep& step, int32_t rows, const float* from, const Matrix& matrix,
+             float* to, int64_t to_stride, int32_t epilogue) {
+  matrix_multiply(&matrix, from, matrix.inputs, to, to_stride, rows, epilogue, model.threads, step.rounded);
+}
+
+// hidden += A · Wᵀ, normed before it is added if there is a norm.
+void add_projected(const LlamaModel& model, const LlamaStep& step, const float* from, const Matrix& matrix,
+                   const float* norm) {
+  const int64_t hidden = model.hidden;
+  if (!norm) return project(model, step, step.rows, from, matrix, step.hidden, hidden, GEMM_ADD);
+  project(model, step, step.rows, from, matrix, step.normed, hidden, GEMM_STORE);
+  for (int64_t row = 0; row < step.rows; ++row) {
+    float* added = step.normed + row * hidden;
+    rms_norm(added, norm, model.hidden, model.eps, added);
+    for (int64_t i = 0; i < hidden; ++i) step.hidden[row * hidden + i] += added[i];
+  }
+}
+
+// Turns a row's logits into the weights of its chosen experts; those of others are negative.
+void choose_experts(const LlamaModel& model, float* row) {
+  const float top = *std::max_element(row, row + model.experts);
+  bool taken[LLAMA_MOST_EXPERTS] = {};
+  float sum = 0, kept = 0;
+  for (int32_t expert = 0; expert < model.experts; ++expert) sum += row[expert] = std::exp(row[expert] - top);
+  for (int32_t turn = 0; turn < model.chosen; ++turn) {
+    int32_t best = -1;
+    for (int32_t expert = 0; expert < model.experts; ++expert)
+      if (!taken[expert] && row[expert] >= 0 && (best < 0 || row[expert] > row[best])) best = expert;
+    if (best < 0) return;  // not a number
+    taken[best] = true;
+    kept += row[best];
+  }
+  for (int32_t expert = 0; expert < model.experts; ++expert)
+    row[expert] = taken[expert] ? row[expert] / (model.sums_to_one ? kept : sum) : -1.0f;
+}
+
+// hidden += the weighted outputs of each row's experts, by the number of the expert.
+void add_experts(const LlamaModel& model, const LlamaStep& step, const LlamaLayer& weights) {
+  const int64_t hidden = model.hidden, experts = model.experts;
+  float* chosen = step.routed;
+  float* inputs = chosen + step.rows * experts;
+  float* outputs = inputs + step.rows * hidden;
+  project(model, step, step.rows, step.normed, weights.router, chosen, experts, GEMM_STORE);
+  for (int64_t row = 0; row < step.rows; ++row) choose_experts(model, chosen + row * experts);
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    int32_t count = 0;
+    for (int64_t row = 0; row < step.rows; ++row)
+      if (!(chosen[row * experts + expert] < 0))
+        std::copy_n(step.normed + row * hidden, hidden, inputs + hidden * count++);
+    if (!count) continue;
+    const Matrix& gate_up = weights.experts_gate_up[expert];
+    project(model, step, count, inputs, gate_up, step.gated, gate_up.outputs, model.gate);
+    project(model, step, count, step.gated, weights.experts_down[expert], outputs, hidden, GEMM_STORE);
+    const float* from = outputs;
+    for (int64_t row = 0; row < step.rows; ++row) {
+      const float weight = chosen[row * experts + expert];
+      if (weight < 0) continue;
+      for (int64_t i = 0; i < hidden; ++i) step.hidden[row * hidden + i] += weight * from[i];
+      from += hidden;
+    }
+  }
 }
 
 // Returns the first token with the highest logit. `highest` is NaN if any logit is NaN.
@@ -117,10 +165,9 @@ int32_t llama_embed(const LlamaModel* model, const LlamaStep* step) {
   const int64_t hidden = model->hidden;
   for (int64_t row = 0; row < step->rows; ++row) {
     float* to = step->hidden + row * hidden;
-    if (model->embedding)
-      std::memcpy(to, model->embedding + step->tokens[row] * hidden, sizeof(float) * hidden);
-    else
-      gemm_unpack_row(model->head, model->hidden, step->tokens[row], to);
+    matrix_row(&model->embedding, step->tokens[row], to);
+    if (model->embedding_scale != 1.0f)
+      for (int64_t i = 0; i < hidden; ++i) to[i] *= model->embedding_scale;
   }
   return 0;
 }
@@ -129,12 +176,23 @@ int32_t llama_layer_qkv(const LlamaModel* model, int32_t layer, const LlamaStep*
   const LlamaLayer& weights = model->layer[layer];
   const int64_t width = heads_width(*model);
   norm_rows(*model, *step, weights.input_norm);
-  project(*model, step->rows, step->normed, model->hidden, weights.query_key_value, step->heads, width, GEMM_STORE);
-  const int32_t half = model->head_dim / 2;
+  float* to = step->heads;
+  for (const Matrix& part : weights.query_key_value) {
+    if (part.outputs) project(*model, *step, step->rows, step->normed, part, to, width, GEMM_STORE);
+    to += part.outputs;
+  }
+  const int32_t half = model->rotated / 2;
   for (int64_t row = 0; row < step->rows; ++row) {
     const int64_t turn = step->positions[row] * half;
-    for (int64_t head = 0; head < model->q_heads + model->kv_heads; ++head)
-      rotate(step->heads + row * width + head * model->head_dim, model->cosine + turn, model->sine + turn, half);
+    float* heads = step->heads + row * width;
+    if (weights.bias)
+      for (int64_t i = 0; i < width; ++i) heads[i] += weights.bias[i];
+    for (int64_t head = 0; head < model->q_heads + model->kv_heads; ++head) {
+      float* own = heads + head * model->head_dim;
+      const float* norm = head < model->q_heads ? weights.query_norm : weights.key_norm;
+      if (norm) rms_norm(own, norm, model->head_dim, model->eps, own);
+      rotate(own, weights.cosine + turn, weights.sine + turn, half);
+    }
   }
   const float* keys = step->heads + query_width(*model);
   const float* values = keys + static_cast<int64_t>(model->kv_heads) * model->head_dim;
@@ -147,10 +205,13 @@ int32_t llama_layer_attend(const LlamaModel* model, int32_t layer, const LlamaSt
   call.query_stride = heads_width(*model);
   call.q_heads = model->q_heads;
   call.scaling = model->scaling;
+  call.softcap = model->softcap;
   call.output = step->attended;
   call.lse = step->lse;
   call.threads = model->threads;
-  return kv_attend(&model->layer[layer].pool, step->spans, &call);
+  Spans spans = *step->spans;
+  spans.window_tokens = model->layer[layer].window_tokens;
+  return kv_attend(&model->layer[layer].pool, &spans, &call);
 }
 
 static void tap_rows(const LlamaModel& model, const LlamaStep& step) {
@@ -166,11 +227,14 @@ static void tap_rows(const LlamaModel& model, const LlamaStep& step) {
 
 void llama_layer_rest(const LlamaModel* model, int32_t layer, const LlamaStep* step) {
   const LlamaLayer& weights = model->layer[layer];
-  const int32_t rows = step->rows, hidden = model->hidden;
-  project(*model, rows, step->attended, query_width(*model), weights.output, step->hidden, hidden, GEMM_ADD);
+  add_projected(*model, *step, step->attended, weights.output, weights.attended_norm);
   norm_rows(*model, *step, weights.post_norm);
-  project(*model, rows, step->normed, hidden, weights.gate_up, step->gated, model->intermediate, GEMM_SILU_MUL);
-  project(*model, rows, step->gated, model->intermediate, weights.down, step->hidden, hidden, GEMM_ADD);
+  if (weights.router.outputs) {
+    add_experts(*model, *step, weights);
+  } else {
+    project(*model, *step, step->rows, step->normed, weights.gate_up, step->gated, weights.gate_up.outputs, model->gate);
+    add_projected(*model, *step, step->gated, weights.down, weights.mlp_norm);
+  }
   if (layer == step->tap_layer) tap_rows(*model, *step);
 }
 
@@ -179,7 +243,9 @@ void llama_logits(const LlamaModel* model, const LlamaStep* step) {
   for (int64_t index = 0; index < step->kept; ++index)
     rms_norm(step->hidden + step->kept_rows[index] * hidden, model->final_norm, model->hidden, model->eps,
              step->normed + index * hidden);
-  project(*model, step->kept, step->normed, hidden, model->head, step->logits, vocabulary, GEMM_STORE);
+  project(*model, *step, step->kept, step->normed, model->head, step->logits, vocabulary, GEMM_STORE);
+  if (const float cap = model->logits_softcap)
+    for (int64_t i = 0; i < step->kept * vocabulary; ++i) step->logits[i] = cap * std::tanh(step->logits[i] / cap);
   for (int64_t index = 0; index < step->kept; ++index)
     step->likeliest[index] =
         find_likeliest(step->logits + index * vocabulary, model->vocabulary, step->highest + index);

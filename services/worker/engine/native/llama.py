@@ -1,4 +1,4 @@
-"""A plain fp32 Llama in C++ (`llama.h`): weights are packed at load, and a step is one call."""
+"""A decoder of Llama's kind in C++ (`llama.h`): weights are packed at load, and a step is one call."""
 
 import ctypes
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from services.worker.engine.attention import PagedAttention
-from services.worker.engine.llama_parts import is_rotation_fixed
 from services.worker.engine.native import library as native
-from services.worker.engine.native.weights import ModelWeights, pack
+from services.worker.engine.native.families import GATES, activation, experts_of, family_of
+from services.worker.engine.native.grouped import NAMES
+from services.worker.engine.native.weights import AS_STORED, Matrix, ModelWeights, Precision, pack
 from services.worker.engine.paged import Shape
 from services.worker.engine.sampler import Logits
 from services.worker.engine.states import StateTap
@@ -22,7 +23,12 @@ class LlamaLayer(ctypes.Structure):
     """Weights and pools of one layer, laid out as in `llama.h`."""
 
     _fields_ = native.fields(
-        (native.ADDRESS, "input_norm query_key_value output post_norm gate_up down"), (native.KvPool, "pool")
+        (native.ADDRESS, "input_norm query_norm key_norm attended_norm post_norm mlp_norm bias cosine sine"),
+        (Matrix * 3, "query_key_value"),
+        (Matrix, "output gate_up down router"),
+        (ctypes.POINTER(Matrix), "experts_gate_up experts_down"),
+        (native.INT32, "window_tokens"),
+        (native.KvPool, "pool"),
     )
 
 
@@ -30,9 +36,12 @@ class LlamaModel(ctypes.Structure):
     """Sizes, weights and layers of a model, laid out as in `llama.h`."""
 
     _fields_ = native.fields(
-        (native.INT32, "layers hidden intermediate q_heads kv_heads head_dim vocabulary positions threads"),
-        (native.FLOAT, "eps scaling"),
-        (native.ADDRESS, "embedding final_norm head cosine sine"),
+        (native.INT32, "layers hidden intermediate q_heads kv_heads head_dim rotated vocabulary positions"),
+        (native.INT32, "gate experts chosen sums_to_one threads"),
+        (native.FLOAT, "eps scaling softcap logits_softcap embedding_scale"),
+        (Matrix, "embedding"),
+        (native.ADDRESS, "final_norm"),
+        (Matrix, "head"),
         (ctypes.POINTER(LlamaLayer), "layer"),
     )
 
@@ -44,7 +53,7 @@ class LlamaStep(ctypes.Structure):
         (native.INT32, "rows kept"),
         (native.ADDRESS, "tokens positions slots kept_rows"),
         (ctypes.POINTER(native.Spans), "spans"),
-        (native.ADDRESS, "hidden normed heads attended gated lse logits likeliest highest"),
+        (native.ADDRESS, "hidden normed heads attended gated lse rounded routed logits likeliest highest"),
         (native.INT32, "tap_layer taps"),
         (native.ADDRESS, "tap_spans tapped"),
     )
@@ -59,12 +68,6 @@ _PROTOTYPES = {
     "llama_logits": (None, (_MODEL, _STEP)),
     "llama_forward": (native.INT32, (_MODEL, _STEP, native.ADDRESS, native.DOUBLE)),
 }
-
-
-def is_computable(module: Any) -> bool:
-    """Return whether a table can hold the rotations of a plain fp32 LlamaForCausalLM on the CPU."""
-    on_cpu = next(module.parameters()).device.type == "cpu"
-    return is_rotation_fixed(module.config) and on_cpu and module.model.layers[0].self_attn.head_dim % 2 == 0
 
 
 class StepScratch:
@@ -85,7 +88,7 @@ class StepScratch:
 
 
 class NativeLlama:
-    """`Forward` of a plain `LlamaForCausalLM`; see `is_computable`.
+    """`Forward` of a causal language model for which `families.obstacle` finds none.
 
     `release` frees the module's own matrices, so that it can no longer compute. The functions of `llama.h`
     take `model` and the result of `prepare`, for callers that run single layers."""
@@ -99,27 +102,32 @@ class NativeLlama:
         threads: int,
         release: bool,
         tap: StateTap | None = None,
+        precision: Precision = AS_STORED,
     ) -> None:
         native.declare(library, _PROTOTYPES)
         self._library, self._kv, self._tap = library, kv, tap
-        config = module.config
-        self.model = _describe(module, threads)
-        weights = self._weights = pack(library, module, config.max_position_embeddings, release=release)
-        self.model.embedding = None if weights.embedding is None else weights.embedding.data_ptr()
-        for name in ("final_norm", "head", "cosine", "sine"):
-            setattr(self.model, name, getattr(weights, name).data_ptr())
-        self.model.positions = weights.cosine.shape[0]
+        config, vocabulary = module.config, len(module.lm_head.weight)
+        most = config.max_position_embeddings
+        weights = pack(library, module, most, release=release, precision=precision)
+        self.weights = weights
+        self.model = _describe(module, threads, vocabulary)
+        self.model.embedding, self.model.head = weights.embedding, weights.head
+        self.model.final_norm = weights.final_norm.data_ptr()
+        self.model.positions, self.model.rotated = most, 2 * weights.rotations[0][0].shape[1]
         self.model.layer = self._layers = _layers(weights, kv)
         self._step = LlamaStep()
         q_heads, kv_heads, dim = self.model.q_heads, self.model.kv_heads, self.model.head_dim
+        widest = max(config.intermediate_size, getattr(config, "moe_intermediate_size", None) or 0)
         self._scratch = StepScratch(
             self._step,
             hidden=config.hidden_size,
             normed=config.hidden_size,
             heads=(q_heads + 2 * kv_heads) * dim,
             attended=q_heads * dim,
-            gated=config.intermediate_size,
+            gated=widest,
+            routed=self.model.experts and self.model.experts + 2 * config.hidden_size,
             lse=q_heads,
+            rounded=library.matrix_scratch(max(q_heads * dim, widest, config.hidden_size)),
         )
         self._results = StepScratch(self._step, logits=self.model.vocabulary, likeliest=1, highest=1)
 
@@ -140,6 +148,14 @@ class NativeLlama:
             )
         return self.logits(len(kept))
 
+    def describe_weights(self) -> str:
+        """Return the kinds of the matrices, with the share of the weights that each has."""
+        kinds = self.weights.kinds
+        whole = sum(kinds.values())
+        return ", ".join(
+            f"{NAMES[kind]} {100 * count / whole:.0f} %" for kind, count in sorted(kinds.items())
+        )
+
     def _run_partitioned(self, step: LlamaStep) -> int:
         """`llama_forward` with creditors: send their parts before each attention and merge them after it.
 
@@ -159,6 +175,8 @@ class NativeLlama:
                 return failed
             kv.send(layer, queries, keys, values, shape)
             kv.enter(layer)
+            if kv.windows[layer]:
+                step.spans = ctypes.pointer(native.describe_spans(kv.own_part(layer)))
             failed = library.llama_layer_attend(model, layer, step)
             if failed:
                 return failed
@@ -196,8 +214,9 @@ class NativeLlama:
         return step
 
 
-def _describe(module: Any, threads: int) -> LlamaModel:
+def _describe(module: Any, threads: int, vocabulary: int) -> LlamaModel:
     config, attention = module.config, module.model.layers[0].self_attn
+    scales = family_of(module).scales_embedding
     return LlamaModel(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -205,10 +224,17 @@ def _describe(module: Any, threads: int) -> LlamaModel:
         q_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
-        vocabulary=len(module.lm_head.weight),
+        vocabulary=vocabulary,
+        gate=GATES[activation(config)],
+        experts=experts_of(config),
+        chosen=getattr(config, "num_experts_per_tok", None) or 0,
+        sums_to_one=getattr(config, "norm_topk_prob", True),
         threads=threads,
         eps=config.rms_norm_eps,
         scaling=attention.scaling,
+        softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
+        logits_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+        embedding_scale=config.hidden_size**0.5 if scales else 1.0,
     )
 
 
@@ -216,8 +242,16 @@ def _layers(weights: ModelWeights, kv: PagedAttention) -> "ctypes.Array[LlamaLay
     if kv.native is None:
         raise InternalError("pools are described for the native library, and there is none")
     layers = (LlamaLayer * len(weights.layers))()
-    for described, layer, pool in zip(layers, weights.layers, kv.native.pools, strict=True):
-        for name in layer.__slots__:
-            setattr(described, name, getattr(layer, name).data_ptr())
-        described.pool = pool
+    parts = zip(layers, weights.layers, weights.rotations, kv.windows, kv.native.pools, strict=True)
+    for described, layer, (cosine, sine), window_tokens, pool in parts:
+        described.cosine, described.sine = cosine.data_ptr(), sine.data_ptr()
+        for name, tensor in layer.norms.items():
+            setattr(described, name, tensor.data_ptr())
+        for name, matrix in layer.matrices.items():
+            setattr(described, name, matrix)
+        for place, matrix in enumerate(layer.heads):
+            described.query_key_value[place] = matrix
+        if layer.experts:
+            described.experts_gate_up, described.experts_down = layer.experts
+        described.window_tokens, described.pool = window_tokens, pool
     return layers

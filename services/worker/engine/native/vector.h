@@ -61,4 +61,7 @@ inline Vec exponential(Vec x) {
 
 inline Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
 
+// GELU by its approximation through tanh, which is x times the sigmoid of 2 sqrt(2 / pi) (x + 0.044715 x^3).
+inline Vec gelu(Vec x) { return x / (1.0f + exponential(x * -1.5957691216057308f * (1.0f + 0.044715f * x * x))); }
+
 }  // namespace panels

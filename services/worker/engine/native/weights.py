@@ -1,25 +1,34 @@
-"""Packs the weights of a transformers Llama into panels for `llama.h`.
+"""Packs the weights of a transformers module into panels for `llama.h`.
 
 `release` frees the module's own copies, so that it can no longer compute."""
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from services.worker.engine.llama_parts import JoinedLayer
-from services.worker.engine.native.library import ADDRESS, INT32, INT64, declare
+from services.worker.engine.native import grouped
+from services.worker.engine.native.families import family_of
+from services.worker.engine.native.grouped import Grouped
+from services.worker.engine.native.library import ADDRESS, INT32, INT64, declare, fields
 
 _PROTOTYPES = {
     "gemm_packed_floats": (INT64, (INT32, INT32)),
     "gemm_packed_pair_floats": (INT64, (INT32, INT32)),
     "gemm_pack": (None, (ADDRESS, INT64, INT32, INT32, ADDRESS)),
     "gemm_pack_pair": (None, (ADDRESS, ADDRESS, INT64, INT32, INT32, ADDRESS)),
+    "grouped_bytes": (INT64, (INT32, INT32, INT32)),
+    "grouped_pack": (None, (INT32, ADDRESS, ADDRESS, ADDRESS, INT32, INT32, ADDRESS)),
+    "matrix_scratch": (INT64, (INT32,)),
 }
 _ROTARY_CHUNK = 4096
+_HALF = 8
+"""Columns of each matrix of a pair in a panel of `grouped.h`."""
+_ARENA_FLOATS = 8 << 20
 
 
 _PAGE_BYTES = 2 << 20
@@ -47,6 +56,15 @@ class Arena:
             raise ValueError(f"{floats} floats wanted of {len(self._free)}")
         taken, self._free = self._free[:floats], self._free[floats:]
         return taken
+
+
+def discard(tensors: Sequence[torch.Tensor]) -> None:
+    """Give the memory of an arena's tensors back until it is written again; they read as zeros."""
+    first = min(tensor.data_ptr() for tensor in tensors)
+    end = max(tensor.data_ptr() + tensor.nbytes for tensor in tensors)
+    first, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > first and sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
 class Gemm:
@@ -82,71 +100,255 @@ class Gemm:
         return packed
 
 
+class Matrix(ctypes.Structure):
+    """`Matrix` of `grouped.h`. Holds an address: the weights must outlive it."""
+
+    _fields_ = fields((ADDRESS, "data"), (INT32, "kind outputs inputs"))
+
+
+class Blocks(Protocol):
+    """Weights of a file by the names of the module's parameters."""
+
+    def kind(self, name: str) -> str:
+        """Return the name of a tensor's type."""
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """Return the blocks of a quantised matrix, uint8 `[outputs, bytes]`."""
+
+    def values(self, name: str) -> torch.Tensor:
+        """Return a tensor in fp32."""
+
+
 @dataclass(frozen=True, slots=True)
+class Precision:
+    """Bits of the weights, and the file that has them if the module has not."""
+
+    bits: int | None = None
+    """8 or 4 for weights rounded at load; None: as the file has them."""
+    file: Blocks | None = None
+
+
+AS_STORED = Precision()
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """Weights of one layer, by their names in `llama.h`."""
+
+    norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    matrices: dict[str, Matrix] = field(default_factory=dict)
+    heads: list[Matrix] = field(default_factory=list)
+    experts: "tuple[ctypes.Array[Matrix], ctypes.Array[Matrix]] | None" = None
+    """Gates with ups, and downs."""
+
+
+@dataclass(slots=True)
 class ModelWeights:
     """All weights of a model, for `llama.h`."""
 
-    layers: tuple[JoinedLayer, ...]
-    """Packed except for the norms."""
-    embedding: torch.Tensor | None
-    """`[vocabulary, hidden]`; None: tied to the head."""
+    layers: list[LayerWeights]
+    embedding: Matrix
     final_norm: torch.Tensor
-    head: torch.Tensor
-    cosine: torch.Tensor
-    """`[positions, head_dim / 2]`, like `sine`."""
-    sine: torch.Tensor
+    head: Matrix
+    rotations: list[tuple[torch.Tensor, torch.Tensor]]
+    """Cosines and sines `[positions, rotated / 2]` of each layer."""
+    held: list[torch.Tensor]
+    """What the addresses point to."""
+    kinds: dict[int, int]
+    """Number of weights by kind of matrix."""
 
 
-def pack(library: ctypes.CDLL, module: Any, positions: int, *, release: bool) -> ModelWeights:
-    """Return the packed weights of a plain LlamaForCausalLM, and its rotations up to `positions`."""
-    body, head = module.model, module.lm_head.weight
-    tied = body.embed_tokens.weight.data_ptr() == head.data_ptr()
-    gemm = Gemm(library)
-    arena = Arena(_floats(gemm, module))
-    layers = tuple(_layer(gemm, arena, layer, release) for layer in body.layers)
-    embedding = None if tied else body.embed_tokens.weight.detach().contiguous()
-    packed = gemm.pack([head], arena)
+class Packer:
+    """Packs matrices of fp32 or grouped weights into arenas that grow with them."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._gemm, self._library = Gemm(library), library
+        self._arena, self._left = Arena(1), 0
+        self.held: list[torch.Tensor] = []
+        self.kinds: dict[int, int] = {}
+
+    def pack(self, weights: torch.Tensor | Grouped) -> Matrix:
+        """Return a packed matrix `[outputs, inputs]`."""
+        if isinstance(weights, torch.Tensor):
+            outputs, inputs = weights.shape
+            self._reserve(self._gemm.packed_floats(outputs, inputs))
+            return self._described(self._gemm.pack([weights], self._arena), grouped.FLOATS, outputs, inputs)
+        return self._grouped(weights, weights.numbers.shape[0])
+
+    def pack_pair(self, gate: torch.Tensor | Grouped, up: torch.Tensor | Grouped) -> Matrix:
+        """Return two matrices of equal shape and kind as a pair."""
+        if isinstance(gate, Grouped) and isinstance(up, Grouped):
+            outputs = gate.numbers.shape[0]
+            padded = -(-outputs // _HALF) * _HALF
+            order = torch.arange(2 * padded).view(2, -1, _HALF).transpose(0, 1).reshape(-1)
+            both = grouped.joined([_padded(gate, padded), _padded(up, padded)]).rows(order)
+            return self._grouped(both, outputs)
+        assert isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor)
+        outputs, inputs = gate.shape
+        self._reserve(self._gemm.packed_pair_floats(outputs, inputs))
+        return self._described(
+            self._gemm.pack_pair(gate, up, self._arena), grouped.FLOATS, outputs, inputs, 2
+        )
+
+    def rows(self, values: torch.Tensor) -> Matrix:
+        """Return fp32 `[outputs, inputs]` of which rows are read only."""
+        return self._described(values.contiguous(), grouped.ROWS, *values.shape)
+
+    def _grouped(self, weights: Grouped, outputs: int) -> Matrix:
+        rows, inputs = weights.numbers.shape
+        floats = -(-self._library.grouped_bytes(weights.kind, rows, inputs) // 64) * 16
+        self._reserve(floats)
+        packed = self._arena.take(floats)
+        least = None if weights.least is None else weights.least.contiguous()
+        parts = weights.numbers.contiguous(), weights.scales.contiguous()
+        addresses = [part.data_ptr() for part in parts] + [None if least is None else least.data_ptr()]
+        self._library.grouped_pack(weights.kind, *addresses, rows, inputs, packed.data_ptr())
+        return self._described(packed, weights.kind, outputs, inputs, rows // outputs)
+
+    def _reserve(self, floats: int) -> None:
+        if floats > self._left:
+            self._left = max(floats, _ARENA_FLOATS)
+            self._arena = Arena(self._left)
+        self._left -= floats
+
+    def _described(self, data: torch.Tensor, kind: int, outputs: int, inputs: int, times: int = 1) -> Matrix:
+        self.held.append(data)
+        self.kinds[kind] = self.kinds.get(kind, 0) + outputs * inputs * times
+        return Matrix(data.data_ptr(), kind, outputs, inputs)
+
+
+def _padded(weights: Grouped, outputs: int) -> Grouped:
+    more = outputs - weights.numbers.shape[0]
+    parts = weights.numbers, weights.scales, weights.least
+    padded = [None if part is None else torch.nn.functional.pad(part, (0, 0, 0, more)) for part in parts]
+    assert padded[0] is not None and padded[1] is not None
+    return Grouped(weights.kind, padded[0], padded[1], padded[2])
+
+
+def pack(
+    library: ctypes.CDLL, module: Any, positions: int, *, release: bool, precision: Precision = AS_STORED
+) -> ModelWeights:
+    """Return the packed weights of a module of a known family, and its rotations up to `positions`."""
+    packer, family, body = Packer(library), family_of(module), module.model
+    layers = []
+    for index, layer in enumerate(body.layers):
+        own = LayerWeights()
+
+        def read(name: str, layer: Any = layer, index: int = index) -> torch.Tensor | Grouped:
+            linear = layer.get_submodule(name)
+            return _weights(linear.weight, f"model.layers.{index}.{name}.weight", precision)
+
+        own.heads = [packer.pack(part) for part in _joined([read(name) for name in family.heads])]
+        own.matrices["output"] = packer.pack(read(family.output))
+        if hasattr(layer.mlp, "experts"):
+            own.matrices["router"] = packer.pack(layer.mlp.gate.weight)
+            own.experts = _experts(packer, layer.mlp.experts, precision)
+        else:
+            own.matrices["down"] = packer.pack(read(family.down))
+            own.matrices["gate_up"] = packer.pack_pair(*_pair([read(name) for name in family.gates]))
+        for name, part in family.norms.items():
+            own.norms[name] = _norm(layer.get_submodule(part), family.norm_offset)
+        biases = [layer.get_submodule(name).bias for name in family.heads]
+        if biases[0] is not None:
+            own.norms["bias"] = torch.cat([bias.detach().float() for bias in biases])
+        if release:
+            names = [*family.heads, family.output]
+            names += [] if own.experts else [*family.gates, family.down]
+            _release([layer.get_submodule(name) for name in names])
+            if own.experts:
+                layer.mlp.experts.gate_up_proj.data = layer.mlp.experts.down_proj.data = torch.empty(0)
+        layers.append(own)
+    head_weight, embedded = module.lm_head.weight, body.embed_tokens.weight
+    tied = embedded.data_ptr() == head_weight.data_ptr()
+    head = packer.pack(_weights(head_weight, "lm_head.weight", precision))
+    embedding = head
+    if not tied:
+        found = _weights(embedded, "model.embed_tokens.weight", precision)
+        embedding = packer.pack(found) if isinstance(found, Grouped) else packer.rows(found.detach())
     if release:
-        _release([module.lm_head, body.embed_tokens] if tied else [module.lm_head])
-    return ModelWeights(layers, embedding, body.norm.weight.detach(), packed, *rotation(module, positions))
+        _release([module.lm_head, body.embed_tokens] if tied or precision.file else [module.lm_head])
+    rotations = _rotations(module, positions)
+    norm = _norm(body.norm, family.norm_offset)
+    held = [*packer.held, *(part for pair in rotations for part in pair)]
+    return ModelWeights(layers, embedding, norm, head, rotations, held, packer.kinds)
 
 
-def rotation(module: Any, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of the module's rotary embedding, `[positions, head_dim / 2]` each."""
+def _experts(
+    packer: Packer, experts: Any, precision: Precision
+) -> "tuple[ctypes.Array[Matrix], ctypes.Array[Matrix]]":
+    count = len(experts.down_proj)
+    gates, downs = (Matrix * count)(), (Matrix * count)()
+    for expert in range(count):
+        gates[expert] = packer.pack_pair(*_pair([_weights(experts.gate_up_proj[expert], "", precision)]))
+        downs[expert] = packer.pack(_weights(experts.down_proj[expert], "", precision))
+    return gates, downs
+
+
+def _weights(values: torch.Tensor, name: str, precision: Precision) -> torch.Tensor | Grouped:
+    file = precision.file
+    if precision.bits is None:
+        if file is None:
+            return values
+        return grouped.of_blocks(file.kind(name), file.blocks(name)) or file.values(name)
+    values = values.detach().float() if file is None else file.values(name)
+    if values.shape[1] % grouped.GROUP:
+        return values
+    is_table = name in ("lm_head.weight", "model.embed_tokens.weight")
+    return grouped.of_values(values, 8 if is_table else precision.bits)
+
+
+def _joined(parts: list[torch.Tensor | Grouped]) -> list[torch.Tensor | Grouped]:
+    """Return parts of one kind as one."""
+    plain = [part for part in parts if isinstance(part, torch.Tensor)]
+    packed = [part for part in parts if isinstance(part, Grouped)]
+    if len(plain) == len(parts):
+        return [torch.cat(plain)]
+    return [grouped.joined(packed)] if not plain and len({part.kind for part in packed}) == 1 else parts
+
+
+def _pair(parts: list[torch.Tensor | Grouped]) -> tuple[torch.Tensor | Grouped, torch.Tensor | Grouped]:
+    """Return gate and up, of one kind."""
+    if len(parts) == 1:
+        whole = parts[0]
+        if isinstance(whole, torch.Tensor):
+            return whole.chunk(2)[0], whole.chunk(2)[1]
+        halves = torch.arange(whole.numbers.shape[0]).chunk(2)
+        return whole.rows(halves[0]), whole.rows(halves[1])
+    gate, up = parts
+    if isinstance(gate, Grouped) and isinstance(up, Grouped) and gate.kind == up.kind:
+        return gate, up
+    return _widened(gate), _widened(up)
+
+
+def _widened(part: torch.Tensor | Grouped) -> torch.Tensor:
+    return part if isinstance(part, torch.Tensor) else part.values()
+
+
+def _norm(norm: Any, offset: float) -> torch.Tensor:
+    return (norm.weight.detach().float() + offset).contiguous() if offset else norm.weight.detach()
+
+
+def _rotations(module: Any, positions: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    kinds = getattr(module.config, "layer_types", None) or []
+    count = module.config.num_hidden_layers
+    if not isinstance(next(iter((module.config.rope_parameters or {}).values()), None), dict):
+        return [rotation(module, positions)] * count
+    made = {kind: rotation(module, positions, kind) for kind in set(kinds)}
+    return [made[kind] for kind in kinds]
+
+
+def rotation(module: Any, positions: int, kind: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of the module's rotary embedding, `[positions, rotated / 2]` each.
+
+    `kind`: type of the layer, where each has its own."""
     like = torch.empty(1, dtype=torch.float32)
     parts = []
     for first in range(0, positions, _ROTARY_CHUNK):
         chunk = torch.arange(first, min(first + _ROTARY_CHUNK, positions))[None]
-        cosine, sine = module.model.rotary_emb(like, chunk)
+        cosine, sine = module.model.rotary_emb(like, chunk, *([] if kind is None else [kind]))
         half = cosine.shape[-1] // 2
         parts.append((cosine[0, :, :half], sine[0, :, :half]))
     return torch.cat([part[0] for part in parts]).contiguous(), torch.cat([part[1] for part in parts])
-
-
-def _floats(gemm: Gemm, module: Any) -> int:
-    attention, mlp = module.model.layers[0].self_attn, module.model.layers[0].mlp
-    joined = sum(len(linear.weight) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
-    layer = gemm.packed_floats(joined, attention.q_proj.weight.shape[1])
-    layer += gemm.packed_floats(*attention.o_proj.weight.shape)
-    layer += gemm.packed_pair_floats(*mlp.gate_proj.weight.shape)
-    layer += gemm.packed_floats(*mlp.down_proj.weight.shape)
-    return layer * len(module.model.layers) + gemm.packed_floats(*module.lm_head.weight.shape)
-
-
-def _layer(gemm: Gemm, arena: Arena, layer: Any, release: bool) -> JoinedLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    weights = JoinedLayer(
-        input_norm=layer.input_layernorm.weight.detach(),
-        query_key_value=gemm.pack([linear.weight for linear in projections], arena),
-        output=gemm.pack([attention.o_proj.weight], arena),
-        post_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=gemm.pack_pair(mlp.gate_proj.weight, mlp.up_proj.weight, arena),
-        down=gemm.pack([mlp.down_proj.weight], arena),
-    )
-    if release:
-        _release([*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj])
-    return weights
 
 
 def _release(linears: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from services.worker.engine.native.library import ADDRESS, INT32, INT64, declare, fields, load
-from services.worker.engine.native.weights import Arena, Gemm, pack, rotation
+from services.worker.engine.native.weights import Arena, Gemm, Matrix, pack, rotation
 from tests.rounding import assert_within, gated_bound, product_bound
 
 
@@ -131,11 +131,13 @@ def make_module(tied: bool) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def unpacked(matrix: torch.Tensor, inputs: int, outputs: int) -> torch.Tensor:
-    """By a product with the identity, `[outputs, inputs]`."""
-    columns = torch.empty(inputs, outputs)
-    multiply(torch.eye(inputs), matrix, columns)
-    return columns.T
+def unpacked(matrix: Matrix) -> torch.Tensor:
+    """Row by row, `[outputs, inputs]`."""
+    library, found = load(), torch.empty(matrix.outputs, matrix.inputs)
+    declare(library, {"matrix_row": (None, (ctypes.POINTER(Matrix), INT64, ADDRESS))})
+    for output in range(matrix.outputs):
+        library.matrix_row(matrix, output, found[output].data_ptr())
+    return found
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -144,10 +146,10 @@ def test_matrices_come_back_out_of_their_panels(tied: bool) -> None:
     weights = pack(load(), module, 16, release=False)
     attention = module.model.layers[0].self_attn
     joined = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-    assert torch.equal(unpacked(weights.layers[0].query_key_value, 24, 40), joined)
-    assert torch.equal(unpacked(weights.head, 24, 70), module.lm_head.weight)
-    assert (weights.embedding is None) == tied
-    assert weights.embedding is None or torch.equal(weights.embedding, module.model.embed_tokens.weight)
+    assert torch.equal(unpacked(weights.layers[0].heads[0]), joined)
+    assert torch.equal(unpacked(weights.head), module.lm_head.weight)
+    assert (weights.embedding.data == weights.head.data) == tied
+    assert torch.equal(unpacked(weights.embedding), module.model.embed_tokens.weight)
 
 
 def test_released_weights_are_gone_and_the_norms_are_not() -> None:

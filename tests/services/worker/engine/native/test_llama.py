@@ -13,8 +13,9 @@ from services.worker.engine.attention import PagedAttention
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.forward import LlamaForward, TransformersForward, make_forward
 from services.worker.engine.loading import LoadedModel, describe
+from services.worker.engine.native.families import obstacle
 from services.worker.engine.native.library import load
-from services.worker.engine.native.llama import LlamaLayer, LlamaModel, LlamaStep, NativeLlama, is_computable
+from services.worker.engine.native.llama import LlamaLayer, LlamaModel, LlamaStep, NativeLlama
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Homes, Part
 from services.worker.engine.remote import Partial
@@ -231,7 +232,7 @@ def test_each_model_takes_the_fastest_pass_that_computes_it() -> None:
     assert len({weight.untyped_storage().data_ptr() for weight in storages}) == 1
     stretched = make_module("grouped")
     stretched.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert not is_computable(stretched)
+    assert obstacle(stretched) == "rotations depend on the length"
     half = describe(make_module("grouped").to(torch.bfloat16))
     curved, biased = (describe(make_module("grouped")) for _ in range(2))
     curved.module.config.hidden_act = "gelu"
@@ -243,4 +244,6 @@ def test_each_model_takes_the_fastest_pass_that_computes_it() -> None:
 def test_structures_are_as_large_as_in_cpp() -> None:
     """Every pointer, number and padding counted, on any 64-bit machine."""
     sizes = [ctypes.sizeof(each) for each in (LlamaLayer, LlamaModel, LlamaStep)]
-    assert sizes == [6 * 8 + 2 * 8 + 7 * 4 + 4, 9 * 4 + 2 * 4 + 4 + 6 * 8, 8 + 14 * 8 + 2 * 4 + 2 * 8]
+    matrix, pool = 8 + 3 * 4 + 4, 2 * 8 + 7 * 4 + 4
+    layer, model = 9 * 8 + 7 * matrix + 2 * 8 + 8 + pool, 14 * 4 + 5 * 4 + 4 + 2 * matrix + 2 * 8
+    assert sizes == [layer, model, 8 + 16 * 8 + 2 * 4 + 2 * 8]

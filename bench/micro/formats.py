@@ -1,0 +1,108 @@
+"""`python -m bench formats`: what weights of fewer bits cost in perplexity, and in time of a step.
+
+The text is these pages' decisions, which no model was trained on. Each chunk of it is a prompt of its own.
+`perplexity_NAME` is the perplexity over that of fp32, minus 1. Of a GGUF file fp32 are the values that its
+blocks stand for. Times are CPU time of one thread: the least of several steps.
+"""
+
+import math
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from time import thread_time
+
+import torch
+
+from bench.kit.context import Context
+from bench.kit.models import checkpoint
+from bench.kit.outcome import Outcome, Table
+from bench.kit.provenance import ROOT
+from bench.micro.step import decode_rows
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
+from services.worker.engine.loading import load
+from services.worker.engine.spans import Span
+from shared.messages.sequence import Sampling
+from shared.tokenizer_files import load_tokenizer
+
+_CHUNK, _BLOCK_TOKENS, _REPEATS = 512, 16, 8
+_FORMATS = ("fp32", "auto", "int8", "int4")
+_BATCHES = (1, 8, 32)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", default="models/tiny_chat", help="folder or GGUF file [%(default)s]")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the text [%(default)s]")
+
+
+def run(context: Context) -> Outcome:
+    """Run the bench. Raises ConfigError for an unloadable model."""
+    flags = context.arguments
+    torch.set_num_threads(1)
+    model = str(checkpoint(flags.model))
+    chunks = _chunks(model, 2048 if context.quick else flags.tokens)
+    losses: dict[str, float] = {}
+    figures: dict[str, float] = {}
+    rows: list[Sequence[object]] = []
+    with context.progress("formats", len(_FORMATS)) as progress:
+        for name in _FORMATS:
+            engine = _engine(model, name)
+            losses[name] = sum(_loss(engine, chunk) for chunk in chunks) / sum(
+                len(chunk) - 1 for chunk in chunks
+            )
+            times_ms = [_least_ms(engine, decode_rows(batch, 100, _GREEDY)) for batch in _BATCHES]
+            prompt = [Row(chunks[0], 0, range(_CHUNK // _BLOCK_TOKENS), None)]
+            prompt_s = _least_ms(engine, prompt) / 1e3
+            more = math.exp(losses[name] - losses["fp32"]) - 1
+            figures[f"perplexity_{name}"] = math.exp(losses[name]) if name == "fp32" else more
+            for batch, took_ms in zip(_BATCHES, times_ms, strict=True):
+                figures[f"step_ms_{name}_b{batch}"] = took_ms
+            figures[f"prompt_tok_s_{name}"] = len(chunks[0]) / prompt_s
+            rows.append(
+                (name, math.exp(losses[name]), f"{100 * more:+.2f} %", *times_ms, len(chunks[0]) / prompt_s)
+            )
+            progress.advance()
+    columns = (
+        "weights",
+        "perplexity",
+        "over fp32",
+        *(f"step ms, {batch}" for batch in _BATCHES),
+        "prompt tok/s",
+    )
+    notes = [
+        f"{sum(map(len, chunks))} tokens in chunks of {_CHUNK}; activations of int8 and int4 have 8 bits"
+    ]
+    return Outcome(figures, 0, [Table("weights of fewer bits", columns, rows)], notes)
+
+
+_GREEDY = Sampling(seed=0, max_tokens=1, temperature=0.0)
+
+
+def _engine(model: str, weights: str) -> TorchEngine:
+    loaded = load(model, dtype="float32", device="cpu", weights=weights)
+    return TorchEngine(loaded, kv_blocks=max(_BATCHES) * 8, block_tokens=_BLOCK_TOKENS, release=True)
+
+
+def _chunks(model: str, tokens: int) -> list[list[int]]:
+    pages = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+    text = "\n\n".join(page.read_text("utf-8") for page in pages)
+    ids = load_tokenizer(model).tokenizer.encode(text, add_special_tokens=False).ids[:tokens]
+    return [ids[first : first + _CHUNK] for first in range(0, len(ids) - _CHUNK + 1, _CHUNK)]
+
+
+@torch.inference_mode()
+def _loss(engine: TorchEngine, chunk: list[int]) -> float:
+    """Return the summed negative log-likelihood of a chunk's tokens, the first apart."""
+    engine.attention.begin([Span(0, len(chunk), range(-(-len(chunk) // _BLOCK_TOKENS)))], 0)
+    tokens, places = torch.tensor(chunk), torch.arange(len(chunk))
+    logits = engine.forward(tokens, places, places).values
+    engine.attention.end()
+    return float(torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum"))
+
+
+def _least_ms(engine: TorchEngine, rows: list[Row]) -> float:
+    took_s = []
+    for _ in range(_REPEATS):
+        began_s = thread_time()
+        engine.step(rows)
+        took_s.append(thread_time() - began_s)
+    return min(took_s) * 1e3

@@ -1,0 +1,408 @@
+// See grouped.h.
+#include "grouped.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "vector.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(KVASIR_PORTABLE)
+#include <immintrin.h>
+#define KVASIR_AVX2 1
+#endif
+
+namespace {
+
+constexpr int kColumns = 16;
+constexpr int kGroup = 32;  // of activations
+constexpr int kHalf = kColumns / 2;
+constexpr int kRowBlock = 64;
+constexpr int64_t kAhead = 4096;
+
+// The form of a record.
+template <int bits, int group, bool halves, bool has_least>
+struct Form {
+  static constexpr int kBits = bits, kInputs = group;
+  static constexpr bool kHalves = halves, kHasLeast = has_least;
+  static constexpr int kNumbers = kColumns * group * bits / 8;
+  static constexpr int kScales = kColumns * (halves ? 2 : 4);
+  static constexpr int kTileRows = bits == 4 ? 4 : 3;  // as many as keep their sums in registers
+  static constexpr int kBytes = kNumbers + kScales * (has_least ? 2 : 1);
+};
+using FourHalves = Form<4, 32, true, true>;
+using FourFloats = Form<4, 32, false, true>;
+using EightHalves = Form<8, 32, true, false>;
+using EightFloats = Form<8, 32, false, true>;
+using EightSixteen = Form<8, 16, false, false>;
+
+// Calls `work` with the form of a kind.
+template <class Work>
+auto with_form(int32_t kind, Work work) {
+  switch (kind) {
+    case MATRIX_FOUR_HALVES: return work(FourHalves{});
+    case MATRIX_FOUR_FLOATS: return work(FourFloats{});
+    case MATRIX_EIGHT_HALVES: return work(EightHalves{});
+    case MATRIX_EIGHT_FLOATS: return work(EightFloats{});
+    default: return work(EightSixteen{});
+  }
+}
+
+float from_half(uint16_t half) {
+  const uint32_t sign = (half & 0x8000u) << 16, rest = (half & 0x7fffu) << 13;
+  float value;
+  std::memcpy(&value, &rest, sizeof value);
+  value *= 0x1p112f;  // exact, for subnormal halves too
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits |= sign;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Of a value that fp16 has exactly.
+uint16_t to_half(float value) {
+  const float scaled = std::fabs(value) * 0x1p-112f;
+  uint32_t bits;
+  std::memcpy(&bits, &scaled, sizeof bits);
+  return static_cast<uint16_t>((bits >> 13) | (std::signbit(value) ? 0x8000 : 0));
+}
+
+template <class F>
+float scale_of(const uint8_t* scales, int column) {
+  if constexpr (F::kHalves) {
+    uint16_t half;
+    std::memcpy(&half, scales + 2 * column, 2);
+    return from_half(half);
+  } else {
+    float value;
+    std::memcpy(&value, scales + 4 * column, 4);
+    return value;
+  }
+}
+
+template <class F>
+void put_scale(uint8_t* scales, int column, float value) {
+  if constexpr (F::kHalves) {
+    const uint16_t half = to_half(value);
+    std::memcpy(scales + 2 * column, &half, 2);
+  } else {
+    std::memcpy(scales + 4 * column, &value, 4);
+  }
+}
+
+// Byte of a record with an input's number. Four bits: quads of inputs of 8 columns; inputs 16 to 31 are the high
+// nibbles. Eight bits: pairs of inputs of 16 columns.
+template <class F>
+int place(int column, int input) {
+  if constexpr (F::kBits == 4)
+    return ((input & 15) / 4 * 2 + column / 8) * 32 + column % 8 * 4 + input % 4;
+  else
+    return input / 2 * 2 * kColumns + column * 2 + input % 2;
+}
+
+// Activations of some rows in 8 bits: numbers [rows][inputs], a scale and scaled sum for each group.
+struct Rounded {
+  const void* numbers;  // int8 for four bits, int16 for eight
+  const float* scales;
+  const float* sums;
+};
+
+template <class Number>
+void round_row(const float* row, int32_t inputs, Number* numbers, float* scales, float* sums) {
+  using namespace panels;
+  for (int32_t first = 0; first < inputs; first += kGroup, row += kGroup, numbers += kGroup) {
+    Vec most{}, poison{};
+    for (int i = 0; i < kGroup; i += kLanes) {
+      const Vec value = load(row + i), size = value < 0 ? -value : value;
+      most = size > most ? size : most;
+      poison += value * 0.0f;  // NaN for NaN and infinities, which no comparison shows
+    }
+    float widest = 0;
+    for (int lane = 0; lane < kLanes; ++lane) widest = most[lane] > widest ? most[lane] : widest;
+    const float inverse = widest > 0 ? 127.0f / widest : 0.0f, scale = widest / 127.0f + sum(poison);
+    IntVec total{};
+    for (int i = 0; i < kGroup; i += kLanes) {
+      const Vec shifted = load(row + i) * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
+      IntVec number;
+      std::memcpy(&number, &shifted, sizeof number);
+      number -= 0x4B400000;
+      total += number;
+      for (int lane = 0; lane < kLanes; ++lane) numbers[i + lane] = static_cast<Number>(number[lane]);
+    }
+    int32_t added = 0;
+    for (int lane = 0; lane < kLanes; ++lane) added += total[lane];
+    *scales++ = scale;
+    *sums++ = scale * static_cast<float>(added);
+  }
+}
+
+#ifdef KVASIR_AVX2
+
+template <class F>
+inline __m256 scales_at(const uint8_t* from, int v) {
+  if constexpr (F::kHalves)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16 * v)));
+  else
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(from) + 8 * v);
+}
+
+inline __m256i four_bytes(const int8_t* from) {
+  int32_t word;
+  std::memcpy(&word, from, 4);
+  return _mm256_set1_epi32(word);
+}
+
+// Adds one group's products of kRows rows to sums [kRows][16].
+template <class F, int kRows>
+inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, float* sums) {
+  __m256i products[kRows][2] = {};
+  const int64_t groups = inputs / kGroup, group = first / kGroup;
+  if constexpr (F::kBits == 4) {
+    const int8_t* numbers = static_cast<const int8_t*>(a.numbers) + first;
+    const __m256i mask = _mm256_set1_epi8(15);
+    // 8 products of pairs, 2 · 15 · 127 each, fit into 16 bits
+#pragma GCC unroll 1  // else the sums are reassociated, and leave the registers
+    for (int quad = 0; quad < 4; ++quad) {
+      const __m256i* from = reinterpret_cast<const __m256i*>(record + 64 * quad);
+      const __m256i raw0 = _mm256_loadu_si256(from), raw1 = _mm256_loadu_si256(from + 1);
+#pragma GCC unroll 2
+      for (int side = 0; side < 2; ++side) {
+        const __m256i w0 = _mm256_and_si256(side ? _mm256_srli_epi16(raw0, 4) : raw0, mask);
+        const __m256i w1 = _mm256_and_si256(side ? _mm256_srli_epi16(raw1, 4) : raw1, mask);
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) {
+          const __m256i b = four_bytes(numbers + row * inputs + 16 * side + 4 * quad);
+          const __m256i p0 = _mm256_maddubs_epi16(w0, b), p1 = _mm256_maddubs_epi16(w1, b);
+          products[row][0] = _mm256_add_epi16(products[row][0], p0);
+          products[row][1] = _mm256_add_epi16(products[row][1], p1);
+        }
+      }
+    }
+    const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < 2; ++v) products[row][v] = _mm256_madd_epi16(products[row][v], ones);
+  } else {
+    const int16_t* numbers = static_cast<const int16_t*>(a.numbers) + first;
+#pragma GCC unroll 1
+    for (int pair = 0; pair < F::kInputs / 2; ++pair) {
+      const __m128i* from = reinterpret_cast<const __m128i*>(record + 32 * pair);
+      const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128(from));
+      const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1));
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const __m256i b = four_bytes(reinterpret_cast<const int8_t*>(numbers + row * inputs + 2 * pair));
+        const __m256i p0 = _mm256_madd_epi16(w0, b), p1 = _mm256_madd_epi16(w1, b);
+        products[row][0] = _mm256_add_epi32(products[row][0], p0);
+        products[row][1] = _mm256_add_epi32(products[row][1], p1);
+      }
+    }
+  }
+  const uint8_t* scales = record + F::kNumbers;
+#pragma GCC unroll 2
+  for (int v = 0; v < 2; ++v) {
+    const __m256 scale = scales_at<F>(scales, v);
+    const __m256 least = F::kHasLeast ? scales_at<F>(scales + F::kScales, v) : __m256{};
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const __m256 own = _mm256_set1_ps(a.scales[row * groups + group]);
+      const __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(products[row][v]), own);
+      float* at = sums + row * kColumns + 8 * v;
+      __m256 sum = _mm256_fmadd_ps(product, scale, _mm256_loadu_ps(at));
+      if constexpr (F::kHasLeast)
+        sum = _mm256_fmadd_ps(least, _mm256_set1_ps(a.sums[row * groups + group]), sum);
+      _mm256_storeu_ps(at, sum);
+    }
+  }
+}
+
+#else
+
+template <class F, int kRows>
+inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, float* sums) {
+  const int64_t groups = inputs / kGroup, group = first / kGroup;
+  for (int row = 0; row < kRows; ++row) {
+    int32_t products[kColumns] = {};
+    for (int input = 0; input < F::kInputs; ++input) {
+      const int64_t at = row * inputs + first + input;
+      int32_t value;
+      if constexpr (F::kBits == 4)
+        value = static_cast<const int8_t*>(a.numbers)[at];
+      else
+        value = static_cast<const int16_t*>(a.numbers)[at];
+      for (int column = 0; column < kColumns; ++column) {
+        const uint8_t byte = record[place<F>(column, input)];
+        const int32_t weight = F::kBits == 8 ? static_cast<int8_t>(byte) : input < 16 ? byte & 15 : byte >> 4;
+        products[column] += weight * value;
+      }
+    }
+    const uint8_t* scales = record + F::kNumbers;
+    const float own = a.scales[row * groups + group], total = a.sums[row * groups + group];
+    for (int column = 0; column < kColumns; ++column) {
+      float& sum = sums[row * kColumns + column];
+      sum = std::fma(static_cast<float>(products[column]) * own, scale_of<F>(scales, column), sum);
+      if constexpr (F::kHasLeast) sum = std::fma(scale_of<F>(scales + F::kScales, column), total, sum);
+    }
+  }
+}
+
+#endif
+
+// Also prefetches the memory `ahead` bytes further on.
+template <class F, int kRows>
+void multiply_tile(const uint8_t* panel, int64_t ahead, const Rounded& a, int32_t inputs, float* sums) {
+  std::memset(sums, 0, sizeof(float) * kRows * kColumns);
+  for (int32_t first = 0; first < inputs; first += F::kInputs, panel += F::kBytes) {
+    if (ahead)
+      for (int line = 0; line < F::kBytes; line += 64) __builtin_prefetch(panel + ahead + line);
+    add_group<F, kRows>(panel, a, inputs, first, sums);
+  }
+}
+
+template <class F>
+void multiply_rows(const uint8_t* panel, const Rounded& a, int32_t inputs, int32_t rows, float* sums) {
+  constexpr int number = F::kBits == 4 ? 1 : 2;
+  const int64_t groups = inputs / kGroup;
+  int64_t ahead = rows <= F::kTileRows ? kAhead : inputs / F::kInputs * F::kBytes;
+  for (int32_t row = 0; row < rows; row += F::kTileRows) {
+    const Rounded own{static_cast<const uint8_t*>(a.numbers) + row * inputs * int64_t{number}, a.scales + row * groups,
+                      a.sums + row * groups};
+    switch (std::min(F::kTileRows, rows - row)) {
+      case 1: multiply_tile<F, 1>(panel, ahead, own, inputs, sums + row * kColumns); break;
+      case 2: multiply_tile<F, 2>(panel, ahead, own, inputs, sums + row * kColumns); break;
+      case 3: multiply_tile<F, 3>(panel, ahead, own, inputs, sums + row * kColumns); break;
+      default: multiply_tile<F, F::kTileRows>(panel, ahead, own, inputs, sums + row * kColumns);
+    }
+    ahead = 0;
+  }
+}
+
+void write_gated(const float* sums, float* gated, bool is_gelu) {
+  using namespace panels;
+  constexpr int kStep = kLanes < kHalf ? kLanes : kHalf;
+  for (int at = 0; at < kHalf; at += kStep) {
+    Vec gate{}, up{};
+    std::memcpy(&gate, sums + at, sizeof(float) * kStep);
+    std::memcpy(&up, sums + kHalf + at, sizeof(float) * kStep);
+    const Vec product = (is_gelu ? gelu(gate) : silu(gate)) * up;
+    std::memcpy(gated + at, &product, sizeof(float) * kStep);
+  }
+}
+
+void finish(const float* sums, float* c, int64_t c_stride, int32_t rows, int32_t columns, int32_t epilogue) {
+  float gated[kHalf];
+  for (int32_t row = 0; row < rows; ++row, sums += kColumns, c += c_stride) {
+    if (epilogue >= GEMM_SILU_MUL) write_gated(sums, gated, epilogue == GEMM_GELU_MUL);
+    if (epilogue == GEMM_ADD)
+      for (int32_t column = 0; column < columns; ++column) c[column] += sums[column];
+    else
+      std::memcpy(c, epilogue >= GEMM_SILU_MUL ? gated : sums, sizeof(float) * columns);
+  }
+}
+
+int32_t panels_of(int32_t outputs, int32_t width) { return (outputs + width - 1) / width; }
+
+template <class F>
+void multiply_grouped(const Matrix& matrix, const float* a, int64_t a_stride, float* c, int64_t c_stride, int32_t rows,
+                      int32_t epilogue, int32_t threads, float* scratch) {
+  using Number = std::conditional_t<F::kBits == 4, int8_t, int16_t>;
+  const int64_t inputs = matrix.inputs, groups = inputs / kGroup;
+  Number* numbers = reinterpret_cast<Number*>(scratch);
+  float* scales = scratch + rows * inputs / 2;
+  float* totals = scales + rows * groups;
+  const int32_t width = epilogue >= GEMM_SILU_MUL ? kHalf : kColumns;
+  const int32_t panels = panels_of(matrix.outputs, width);
+  const int64_t panel_bytes = inputs / F::kInputs * F::kBytes;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (int32_t row = 0; row < rows; ++row)
+      round_row(a + row * a_stride, matrix.inputs, numbers + row * inputs, scales + row * groups, totals + row * groups);
+    for (int32_t first = 0; first < rows; first += kRowBlock) {
+      const int32_t count = std::min(kRowBlock, rows - first);
+      const Rounded own{numbers + first * inputs, scales + first * groups, totals + first * groups};
+#pragma omp for schedule(static) nowait
+      for (int32_t panel = 0; panel < panels; ++panel) {
+        alignas(64) float sums[kRowBlock * kColumns];
+        const uint8_t* from = static_cast<const uint8_t*>(matrix.data) + panel * panel_bytes;
+        multiply_rows<F>(from, own, matrix.inputs, count, sums);
+        const int32_t columns = std::min(width, matrix.outputs - panel * width);
+        finish(sums, c + first * c_stride + static_cast<int64_t>(panel) * width, c_stride, count, columns, epilogue);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t grouped_bytes(int32_t kind, int32_t outputs, int32_t inputs) {
+  return with_form(kind, [&](auto form) {
+    using F = decltype(form);
+    return int64_t{panels_of(outputs, kColumns)} * (inputs / F::kInputs) * F::kBytes;
+  });
+}
+
+void grouped_pack(int32_t kind, const uint8_t* numbers, const float* scales, const float* least, int32_t outputs,
+                  int32_t inputs, void* packed) {
+  with_form(kind, [&](auto form) {
+    using F = decltype(form);
+    const int64_t groups = inputs / F::kInputs;
+    uint8_t* record = static_cast<uint8_t*>(packed);
+    for (int32_t first = 0; first < outputs; first += kColumns)
+      for (int64_t group = 0; group < groups; ++group, record += F::kBytes) {
+        std::memset(record, 0, F::kBytes);
+        for (int column = 0; column < std::min(kColumns, outputs - first); ++column) {
+          const int64_t row = first + column;
+          const uint8_t* from = numbers + row * inputs + group * F::kInputs;
+          for (int input = 0; input < F::kInputs; ++input)
+            record[place<F>(column, input)] |= F::kBits == 4 && input >= 16 ? from[input] << 4 : from[input];
+          put_scale<F>(record + F::kNumbers, column, scales[row * groups + group]);
+          if (F::kHasLeast && least)
+            put_scale<F>(record + F::kNumbers + F::kScales, column, least[row * groups + group]);
+        }
+      }
+  });
+}
+
+void matrix_row(const Matrix* matrix, int64_t output, float* row) {
+  if (matrix->kind == MATRIX_FLOATS)
+    return gemm_unpack_row(static_cast<const float*>(matrix->data), matrix->inputs, output, row);
+  if (matrix->kind == MATRIX_ROWS) {
+    const float* from = static_cast<const float*>(matrix->data) + output * matrix->inputs;
+    std::copy(from, from + matrix->inputs, row);
+    return;
+  }
+  with_form(matrix->kind, [&](auto form) {
+    using F = decltype(form);
+    const int64_t groups = matrix->inputs / F::kInputs;
+    const uint8_t* record = static_cast<const uint8_t*>(matrix->data) + output / kColumns * groups * F::kBytes;
+    const int column = static_cast<int>(output % kColumns);
+    for (int64_t group = 0; group < groups; ++group, record += F::kBytes) {
+      const float scale = scale_of<F>(record + F::kNumbers, column);
+      const float least = F::kHasLeast ? scale_of<F>(record + F::kNumbers + F::kScales, column) : 0.0f;
+      for (int input = 0; input < F::kInputs; ++input) {
+        const uint8_t byte = record[place<F>(column, input)];
+        const int32_t number = F::kBits == 8 ? static_cast<int8_t>(byte) : input < 16 ? byte & 15 : byte >> 4;
+        *row++ = scale * static_cast<float>(number) + least;
+      }
+    }
+  });
+}
+
+int64_t matrix_scratch(int32_t inputs) { return inputs / 2 + inputs / kGroup * 2; }
+
+void matrix_multiply(const Matrix* matrix, const float* a, int64_t a_stride, float* c, int64_t c_stride, int32_t rows,
+                     int32_t epilogue, int32_t threads, float* scratch) {
+  if (matrix->kind == MATRIX_FLOATS) {
+    const GemmCall call{a,        a_stride,        static_cast<const float*>(matrix->data), c, c_stride, rows,
+                        matrix->outputs, matrix->inputs, epilogue, threads};
+    return gemm(&call);
+  }
+  with_form(matrix->kind, [&](auto form) {
+    multiply_grouped<decltype(form)>(*matrix, a, a_stride, c, c_stride, rows, epilogue, threads, scratch);
+  });
+}
+}
