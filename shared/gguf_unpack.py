@@ -157,9 +157,9 @@ def _write_tokenizer(file: Path, header: GgufHeader, folder: Path) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=pair)
     tokenizer.save(str(folder / "tokenizer.json"))
     template = file.with_suffix(".jinja")
-    text = template.read_text("utf-8") if template.is_file() else said.get("tokenizer.chat_template")
-    config = special | ({"chat_template": text} if text else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+    chat = template.read_text("utf-8") if template.is_file() else said.get("tokenizer.chat_template")
+    written = special | ({"chat_template": chat} if chat else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(written, indent=1))
 
 
 def main(words: list[str]) -> int:

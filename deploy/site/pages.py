@@ -17,6 +17,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": (
         "index",
         "recipes",
+        "settings",
         "clients",
         "experiments",
         "own-scheduler",

@@ -121,8 +121,9 @@ def dequantised(kind: int, data: torch.Tensor) -> torch.Tensor:
 def empty_module(folder: Path, dtype: torch.dtype) -> Any:
     """Return the causal language model of a folder's configuration, its weights not set."""
     config: Any = AutoConfig.from_pretrained(str(folder))
+    maker: Any = AutoModelForCausalLM
     with no_init_weights():
-        module: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+        module = maker.from_config(config, attn_implementation="eager", dtype=dtype)
     return module
 
 

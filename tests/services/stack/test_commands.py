@@ -25,7 +25,7 @@ from shared.errors import ConfigError
 from shared.model_files import HubId
 from shared.release import VERSION
 
-UP = ["up", "--port=0", "--nats-port=0"]
+UP = ["up", "--port=0", "--nats-port=0", "--model=tiny_chat"]
 
 
 def test_without_a_stack_commands_say_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,10 @@ def test_the_root_has_the_command_and_it_completes() -> None:
             [*UP, "--set", "gateway.stored_responses.enabled=true"],
             "nothing is below --set gateway.stored_responses, which is one value",
         ),
-        (["up", "--run-dir", "/proc/kvasir"], "the run directory /proc/kvasir cannot be written: "),
+        (
+            ["up", "--model=tiny_chat", "--run-dir", "/proc/kvasir"],
+            "the run directory /proc/kvasir cannot be written",
+        ),
         (["up", "--detach", "--run-dir", "/proc/kvasir"], "the run directory /proc/kvasir cannot be written"),
         (["logs", "--run-dir", "/nowhere"], "/nowhere has no logs"),
     ],

@@ -3,6 +3,7 @@ values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ class Grouped:
         """Return the weights in fp32."""
         signed = self.kind >= EIGHT_HALVES
         numbers = (self.numbers.view(torch.int8) if signed else self.numbers).float()
-        groups = numbers.unflatten(1, (self.scales.shape[1], -1)) * self.scales[..., None]
+        groups = numbers.reshape(*self.scales.shape, -1) * self.scales[..., None]
         return (groups if self.least is None else groups + self.least[..., None]).flatten(1)
 
     def rows(self, order: torch.Tensor) -> "Grouped":
@@ -50,7 +51,8 @@ def of_blocks(type_name: str, blocks: torch.Tensor) -> Grouped | None:
     if reader is None:
         return None
     size, read = reader
-    kind, *parts = read(blocks.view(-1, size))
+    told: Any = read(blocks.view(-1, size))
+    kind, *parts = told
     numbers, scales, *least = (part.contiguous().view(blocks.shape[0], -1) for part in parts)
     return Grouped(kind, numbers.view(torch.uint8), scales, least[0] if least else None)
 
@@ -127,17 +129,17 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _q4_k(blocks: torch.Tensor) -> _Parts:
-    return FOUR_FLOATS, _nibbles(blocks[:, 16:].unflatten(1, (4, 32))), *_k_scales(blocks)
+    return FOUR_FLOATS, _nibbles(blocks[:, 16:].reshape(-1, 4, 32)), *_k_scales(blocks)
 
 
 def _q5_k(blocks: torch.Tensor) -> _Parts:
-    low = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).reshape(-1, 8, 32)
+    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     return EIGHT_FLOATS, low | (_bits(blocks[:, 16:48], 1) << 4), *_k_scales(blocks)
 
 
 def _q6_k(blocks: torch.Tensor) -> _Parts:
-    low = _nibbles(blocks[:, :128].unflatten(1, (2, 64))).reshape(-1, 8, 32)
-    high = _bits(blocks[:, 128:192].unflatten(1, (2, 32)), 2).reshape(-1, 8, 32)
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
+    high = _bits(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
     scales = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
     return EIGHT_SIXTEEN, (low | (high << 4)).to(torch.int8) - 32, scales
 

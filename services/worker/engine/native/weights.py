@@ -325,7 +325,8 @@ def _widened(part: torch.Tensor | Grouped) -> torch.Tensor:
 
 
 def _norm(norm: Any, offset: float) -> torch.Tensor:
-    return (norm.weight.detach().float() + offset).contiguous() if offset else norm.weight.detach()
+    weight: torch.Tensor = norm.weight.detach()
+    return (weight.float() + offset).contiguous() if offset else weight
 
 
 def _rotations(module: Any, positions: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,6 +1,7 @@
 """The native step says what transformers' modules say, for every family and for weights of any bits."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,8 @@ class FromModule(Blocks):
     """A file whose blocks are made of a module's weights."""
 
     def __init__(self, module: Any, kinds: dict[str, str], otherwise: str) -> None:
-        self._values = {name: value.detach().clone() for name, value in module.state_dict().items()}
+        state = module.state_dict()
+        self._values: dict[str, torch.Tensor] = {name: state[name].detach().clone() for name in state}
         self._kinds, self._otherwise = kinds, otherwise
 
     def kind(self, name: str) -> str:
@@ -148,7 +150,9 @@ class FromModule(Blocks):
         if self.kind(name) == "F32":
             return self._values[name]
         number = next(number for number, known in BLOCKS.items() if known[0] == self.kind(name))
-        return dequantised(number, self.blocks(name).flatten()).view(self._values[name].shape)
+        flat = dequantised(number, self.blocks(name).flatten())
+        shaped: torch.Tensor = flat.view(self._values[name].shape)
+        return shaped
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "mixed"])
@@ -164,9 +168,7 @@ def test_a_files_bits_are_computed_as_the_values_that_they_stand_for(name: str, 
             parameter.data = file.values(part)
     wanted = expected(module)
     described = describe(module)
-    model = LoadedModel(
-        *(getattr(described, each) for each in described.__slots__[:6]), Precision(None, file)
-    )
+    model = replace(described, precision=Precision(None, file))
     found = logits(model)
     error = (found - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt()
     assert 0 < error < 0.08, error  # activations have 8 bits
@@ -238,7 +240,7 @@ def test_every_kept_types_numbers_are_its_values(name: str, number: int, seed: i
     matrix = packer.pack(found)
     activations = torch.from_numpy(dice.standard_normal((5, wanted.shape[1])).astype(np.float32))
     product = multiply(load_library(), matrix, activations)
-    groups = activations.unflatten(1, (-1, 32))
+    groups = activations.reshape(len(activations), -1, 32)
     scales = groups.abs().amax(-1, keepdim=True).double() / 127
     rounded = ((groups / scales).round() * scales).flatten(1)
     exact = rounded @ wanted.double().T

@@ -37,7 +37,7 @@ def multiply(
     c.copy_(torch.zeros(rows, matrix.outputs) if onto is None else onto)
     scratch = torch.empty(rows * library.matrix_scratch(inputs))
     strides = ctypes.c_int64(a.stride(0)), ctypes.c_int64(c.stride(0))
-    library.matrix_multiply.argtypes = None
+    library.matrix_multiply.argtypes = None  # type: ignore[assignment]
     address = [ctypes.c_void_p(each.data_ptr()) for each in (a, c, scratch)]
     library.matrix_multiply(
         ctypes.byref(matrix),
@@ -67,7 +67,7 @@ def random_weights(kind: int, outputs: int, inputs: int, seed: int) -> Grouped:
 
 def rounded(a: torch.Tensor) -> torch.Tensor:
     """Activations in 8 bits by groups of 32, in fp64."""
-    groups = a.unflatten(1, (-1, 32))
+    groups = a.reshape(len(a), -1, 32)
     widest = groups.abs().amax(-1, keepdim=True)
     inverse = torch.where(widest > 0, 127.0 / widest, 0.0)
     return ((groups * inverse).round().double() * (widest / 127).double()).flatten(1)
