@@ -1,4 +1,5 @@
-"""Queue of calls that other threads and the event loop run on the engine's thread between two steps.
+"""Queue of calls that other threads and the event loop run on the engine's thread between two steps. Steps in
+flight are finished first, unless a command can do without.
 
 `post` runs a command without an answer, `ask` returns an answer. `give` and `take` transfer ownership, for
 example of blocks, to and from the engine's thread. Cancelling a `give` does not stop it. If the caller of
@@ -34,6 +35,8 @@ class Door:
         self.core = core
         self.clock = clock
         self._deliver = deliver
+        self.settle: Callable[[], None] = lambda: None
+        """Finishes the steps in flight. The engine's thread sets it."""
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.failed_commands = 0
         """Number of `post`, `give` and `undo` calls that raised since the start."""
@@ -43,10 +46,16 @@ class Door:
         if self._waiting.qsize() < _MAX_WAITING:  # a full queue wakes the thread anyway
             self._waiting.put(None)
 
-    def post(self, command: Command) -> None:
+    def post(self, command: Command, *, settles: bool = True) -> None:
         """Run a command between two steps and deliver its effects; log and count a failure. Raises Overloaded
-        when the queue is full."""
-        self._enter(lambda: self._guarded(lambda: self.emit(command(self.core, self.clock()))))
+        when the queue is full. Without `settles`, steps may be in flight."""
+
+        def run() -> None:
+            if settles:
+                self.settle()
+            self._guarded(lambda: self.emit(command(self.core, self.clock())))
+
+        self._enter(run)
 
     def ask(self, question: EngineQuestion[T]) -> "Future[T]":
         """Return the future answer to a question that transfers no ownership; the future may be cancelled.
@@ -114,6 +123,7 @@ class Door:
         self._waiting.put(run)
 
     def _answer(self, future: "Future[T]", question: EngineQuestion[T]) -> None:
+        self.settle()
         try:
             future.set_result(question(self.core, self.clock()))
         except Exception as error:
@@ -144,6 +154,7 @@ class Door:
             future.add_done_callback(lambda done: self._waiting.put(lambda: self._undo(done, undo)))
 
     def _undo(self, answered: "Future[T]", undo: Callable[[T], object]) -> None:
+        self.settle()
         if answered.exception() is None:
             self._guarded(lambda: undo(answered.result()))
 

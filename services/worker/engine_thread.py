@@ -1,18 +1,22 @@
 """The engine loop: one thread that runs commands between steps and emits frames and reports after each step.
 
+While an `OverlappingEngine` computes a step, the thread commits the step before it and prepares the next one.
 Only this thread changes the core. Other threads reach it through its `Door`.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
-from services.worker.core.plans import WorkItem
+import numpy as np
+
+from services.worker.core.plans import StepWork, WorkItem
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled, SamplePoint
 from services.worker.cores import bind_to
 from services.worker.door import Door
-from services.worker.engine.contract import Engine, Row
+from services.worker.engine.contract import Engine, OverlappingEngine, Row, StepRows, Ticket
 from services.worker.engine.step_record import StepRecord
 from shared.errors import CreditorLost, InternalError
 from shared.recorder import Recorder
@@ -41,7 +45,8 @@ class Occupancy:
 
 _log = logging.getLogger("kvasir.worker.runner")
 _TICK_S = 0.25
-_IS_ALIVE = attrgetter("sequence.alive")
+_NOWHERE: Mapping[int, int] = {}
+_UNKNOWN = (0,)
 _MOST_BROKEN_STEPS = 3
 """Number of consecutive steps without a computed row after which the engine counts as broken."""
 
@@ -82,6 +87,11 @@ class Runner:
         self._gone_blocks: set[int] = set()
         """Ids of the blocks lost in the current step."""
         self.occupancy = Occupancy()
+        self._overlaps = isinstance(engine, OverlappingEngine) and engine.overlaps
+        self._flight: _Flight | None = None
+        """The step in flight, between two turns."""
+        self._finished_s = 0.0
+        self._core.settle = door.settle = self.settle
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ticked_s = self._clock()
@@ -101,59 +111,136 @@ class Runner:
         try:
             bind_to(self._cores, "engine_cores")
             while not self._stopping.is_set():
-                self._take_commands()
-                self._between()
-                self._step()
+                self.turn()
+            self.settle()
         except BaseException as error:
             self._on_broken(error)
 
+    def turn(self) -> None:
+        """Run the waiting commands and one step; on the engine's thread."""
+        self._take_commands()
+        self._between()
+        self._step()
+
     def _take_commands(self) -> None:
         """Run the waiting commands. Without a runnable plan, wait up to one tick for the next command."""
-        can_run = self._core.has_plans and not self._core.is_held
+        can_run = self._flight is not None or (self._core.has_plans and not self._core.is_held)
         self.door.run_waiting(0.0 if can_run else _TICK_S)
         now_s = self._clock()
         if now_s - self._ticked_s >= _TICK_S:
             self._ticked_s = now_s
+            self.settle()
             self.door.emit(self._core.on_tick(now_s))
             self._on_tick()
 
     def _step(self) -> None:
-        record = self._record
-        work, effects = self._core.begin_step(self._clock())
-        self.door.emit(effects)
-        if record is not None:
-            record.waits(self._core.put_off, self._clock())
-            record.said(effects, self._clock())
+        """Begin a step, and finish the one before it; if the engine does not overlap, the same one."""
+        work = self._begun()
+        if work is None and self._flight is not None:
+            self.settle()
+            work = self._begun()
         if work is None:
             self.occupancy.on_nothing()
             return
-        rows = list(map(row_of, work.items))
-        began_s, remote_s = self._clock(), self._remote_s()
-        tokens = self._compute(rows)
-        ended_s = self._clock()
+        before = self._flight
+        rows = rows_for(work, None if before is None else before.work)
+        flight = _Flight(work, rows, self._clock(), self._remote_s())
+        if not self._overlaps:
+            self._finish(flight)
+            return
+        flight.ticket = self._submit(rows)
+        self._flight = flight
+        if before is not None:
+            self._finish(before)
+
+    def _begun(self) -> StepWork | None:
+        """Return the next step's work, if there is any."""
+        work, effects = self._core.begin_step(self._clock())
+        self.door.emit(effects)
+        if self._record is not None:
+            self._record.waits(self._core.put_off, self._clock())
+            self._record.said(effects, self._clock())
+        return work
+
+    def _submit(self, rows: StepRows) -> Ticket:
+        assert isinstance(self._engine, OverlappingEngine)
+        try:
+            return self._engine.submit(rows)
+        except Exception as error:
+            return _Failed(error)
+
+    def settle(self) -> None:
+        """Finish the step in flight; on the engine's thread."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._finish(flight)
+
+    def _finish(self, flight: "_Flight") -> None:
+        """Wait for a step's tokens, commit them and send them. The step after it may be in flight."""
+        work, record = flight.work, self._record
+        tokens = self._tokens(flight)
+        ended_s, remote_s = self._clock(), self._remote_s()
+        began_s = max(flight.began_s, self._finished_s)
+        self._finished_s = ended_s
         effects = self._core.finish_step(work, tokens, ended_s, ended_s - began_s)
         self.door.emit(effects)
+        self._core.publish_full()
         if record is not None:
-            record.ran(work, began_s, ended_s - began_s, effects, self._remote_s() - remote_s)
+            record.ran(work, began_s, ended_s - began_s, effects, remote_s - flight.remote_s)
             record.said(effects, ended_s)
         if self._gone_blocks:
             gone, self._gone_blocks = self._gone_blocks, set()
             self._core.on_kv_lost(gone, ended_s)
-        is_more_to_do = any(map(_IS_ALIVE, work.items))
-        self.occupancy.on_iteration(began_s, ended_s, is_more_to_do=is_more_to_do)
+        self.occupancy.on_iteration(began_s, ended_s, is_more_to_do=work.is_alive)
+        later = self._flight
+        if later is not None and later.is_void:
+            self.settle()
 
-    def _compute(self, rows: Sequence[Row]) -> list[Sampled | None]:
+    def _tokens(self, flight: "_Flight") -> Sequence[Sampled | None]:
+        """Return the tokens of a step. If it failed, compute it again when nothing is in flight. The step
+        after it needs its tokens, so it is computed again too."""
+        if flight.is_void:
+            return self._compute_alive(flight.work, self._compute)
+        if flight.ticket is None:
+            return self._compute(flight.rows)
+        try:
+            tokens = flight.ticket.result()
+            self._broken_steps = 0
+            return tokens
+        except Exception as failed:
+            later, error = self._flight, failed
+            if later is not None and later.ticket is not None:
+                later.is_void = True
+                with suppress(Exception):
+                    later.ticket.result()
+            return self._compute_alive(flight.work, lambda rows: self._compute_again(rows, error))
+
+    @staticmethod
+    def _compute_alive(
+        work: StepWork, compute: Callable[[list[Row]], Sequence[Sampled | None]]
+    ) -> list[Sampled | None]:
+        """Compute the rows of a step whose sequences are alive; their tokens are known by now."""
+        are_alive = [item.sequence.alive for item in work.items]
+        rows = [row_of(item) for item in work.items if item.sequence.alive]
+        found = iter(compute(rows) if rows else ())
+        return [next(found) if is_alive else None for is_alive in are_alive]
+
+    def _compute(self, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         try:
             tokens = self._engine.step(rows)
             self._broken_steps = 0
             return tokens
-        except CreditorLost as error:
-            return self._compute_without(rows, error)
-        except Exception:
-            _log.exception("a step of %d rows failed; each is tried alone", len(rows))
-            return self._compute_singly(rows)
+        except Exception as error:
+            return self._compute_again(rows, error)
 
-    def _compute_without(self, rows: Sequence[Row], error: CreditorLost) -> list[Sampled | None]:
+    def _compute_again(self, rows: Sequence[Row], error: Exception) -> Sequence[Sampled | None]:
+        """Compute the rows of a failed step in other ways."""
+        if isinstance(error, CreditorLost):
+            return self._compute_without(rows, error)
+        _log.error("a step of %d rows failed; each is tried alone", len(rows), exc_info=error)
+        return self._compute_singly(rows)
+
+    def _compute_without(self, rows: Sequence[Row], error: CreditorLost) -> Sequence[Sampled | None]:
         """Run the step again without the rows that have blocks at the failed creditor."""
         gone = self._lost_blocks(error)
         kept = [row for row in rows if gone.isdisjoint(row.blocks)]
@@ -193,8 +280,32 @@ class Runner:
         return tokens
 
 
-def row_of(item: WorkItem) -> Row:
-    """Return the engine's row for a work item."""
+@dataclass(slots=True)
+class _Flight:
+    """A step that was begun. `began_s`: when it was submitted; `remote_s`: `Runner.remote_s` at that time."""
+
+    work: StepWork
+    rows: StepRows
+    began_s: float
+    remote_s: float
+    ticket: Ticket | None = None
+    """None: it is computed when it is finished."""
+    is_void: bool = False
+    """The step before it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """The ticket of a step that could not be submitted."""
+
+    error: Exception
+
+    def result(self) -> Sequence[Sampled | None]:
+        raise self.error
+
+
+def row_of(item: WorkItem, places: Mapping[int, int] = _NOWHERE) -> Row:
+    """Return the engine's row for a work item. `places`: rows of sequences in flight, by their `id`."""
     sequence, first, end = item.sequence, item.first_token, item.end_token
     tokens = sequence.tokens
     point = None
@@ -202,4 +313,23 @@ def row_of(item: WorkItem) -> Row:
         sampling = sequence.sampling
         index = end - sequence.prompt_tokens - sampling.forced_tokens
         point = SamplePoint(sampling, sequence.ref.choice, index, tokens)
+    if first >= len(tokens):
+        return Row(_UNKNOWN, first, sequence.blocks, point, places[id(sequence)])
     return Row(tokens[first:end], first, sequence.blocks, point)
+
+
+def rows_for(work: StepWork, before: StepWork | None) -> StepRows:
+    """Return a step's rows. `before`: the step in flight, whose tokens are not known yet; None: there is
+    none."""
+    batch = work.decodes
+    if before is None:
+        return StepRows(batch, [row_of(item) for item in work.others])
+    if batch is not None and before.decodes is not None and batch.group is before.decodes.group:
+        after, places = np.arange(len(batch)), _NOWHERE
+        if work.others:
+            places = before.places
+    else:
+        places = before.places
+        sequences = () if batch is None else batch.group.sequences
+        after = np.array([places.get(id(sequence), -1) for sequence in sequences], dtype=np.int64)
+    return StepRows(batch, [row_of(item, places) for item in work.others], after)

@@ -213,7 +213,7 @@ class Worker:
 
     def on_plan(self, plan: BatchPlan) -> None:
         received_s = self._clock()
-        self._door.post(lambda core, _: core.on_plan(plan, received_s))
+        self._door.post(lambda core, _: core.on_plan(plan, received_s), settles=False)
         self._reached = plan.epoch, plan.seq
         if self._expect_grammar is not None:
             for spec in plan.starts:
@@ -227,7 +227,8 @@ class Worker:
         self._door.post(self._entitled(lambda core, _: core.on_extend(extend)))
 
     def on_acknowledge(self, acknowledged: AcknowledgeEnds) -> None:
-        self._door.post(self._entitled(lambda core, now_s: core.on_acknowledge(acknowledged, now_s)))
+        acknowledge = self._entitled(lambda core, now_s: core.on_acknowledge(acknowledged, now_s))
+        self._door.post(acknowledge, settles=False)
 
     def _entitled(self, command: Command) -> Command:
         """Wrap a command: if it is invalid or its sender is not the owner, it is ignored and counted."""

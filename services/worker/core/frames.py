@@ -1,13 +1,16 @@
 """Token frames: one per gateway after each step. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
+from services.worker.core.decodes import DecodeBatch
 from services.worker.core.sequence import HeldSequence
 from shared.messages.tokens import FetchedTokens, TokenDelta, TokenFrame, TokenLogprobs
 
 MOST_LOGPROBS = 65_536
 """Maximum number of log-probabilities in a delta, at 16 bytes each well below a message's limit."""
+NONE: Mapping[str, list[TokenDelta]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,27 @@ def delta_from(sequence: HeldSequence, first_index: int, proof: bytes = b"") -> 
     )
 
 
+def decoded(batch: DecodeBatch, *, has_ends: bool) -> dict[str, list[TokenDelta]]:
+    """Return the new tokens of a committed batch by gateway; `has_ends`: sequences may have ended."""
+    group, none = batch.group, repeat(None)
+    requests, choices, attempts, cached = group.names
+    index = (batch.first + 1 - group.prompts).tolist()
+    ends = [sequence.finish_reason for sequence in group.sequences] if has_ends else none
+    told = zip(batch.told, strict=True)
+    deltas = list(map(TokenDelta, requests, choices, attempts, index, told, ends, cached))
+    if len(group.gateways) == 1:
+        return dict.fromkeys(group.gateways, deltas)
+    return {name: [deltas[row] for row in rows] for name, rows in group.gateways.items()}
+
+
 def assemble(
-    worker_id: str, incarnation: int, changed: Iterable[tuple[HeldSequence, int]]
+    worker_id: str,
+    incarnation: int,
+    changed: Iterable[tuple[HeldSequence, int]],
+    decoded: Mapping[str, list[TokenDelta]] = NONE,
 ) -> tuple[AddressedFrame, ...]:
-    """Return one frame per gateway from pairs (sequence, index of its first new token)."""
-    by_gateway: dict[str, list[TokenDelta]] = {}
+    """Return one frame per gateway from pairs (sequence, index of its first new token) and from deltas."""
+    by_gateway = dict(decoded)
     for sequence, first_index in changed:
         delta = delta_from(sequence, first_index, sequence.take_proof())
         by_gateway.setdefault(sequence.gateway_id, []).append(delta)

@@ -8,14 +8,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
+from operator import attrgetter
 
 import msgspec
 
+from services.worker.core.decodes import DecodeBatch
 from services.worker.core.sequence import HeldSequence
 from shared.messages.plans import BatchPlan, PassedOver, PrefixHit, ShortStart, SkippedItem, StepOutcome
 from shared.messages.sequence import SequenceRef
 from shared.messages.values import EPOCH_REACH
 
+_IS_ALIVE = attrgetter("alive")
 MAX_PLANS = 64
 """Maximum number of queued plans; a scheduler sends one or two ahead."""
 
@@ -23,7 +26,7 @@ _LONGEST_HOLD_S = 5.0
 """Maximum time that a plan is held while all its sequences wait; then it expires as usual."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class QueuedPlan:
     """A plan and its progress."""
 
@@ -31,6 +34,7 @@ class QueuedPlan:
     """Number 0: work without a plan (`PlanQueue.unplanned`)."""
     received_s: float
     steps_done: int = 0
+    steps_begun: int = 0
     skips_reported: set[SequenceRef] = field(default_factory=set)
     """Sequences whose skipped items were reported."""
     ended: set[SequenceRef] = field(default_factory=set)
@@ -39,12 +43,22 @@ class QueuedPlan:
     """Its first step was prepared; only decodes are left."""
     held_s: float | None = None
     """Since when all its sequences wait for blocks."""
+    decoding: list[HeldSequence | None] | None = None
+    """The sequence of each of its decodes, once its first step was prepared."""
     passed: Counter[SequenceRef] = field(default_factory=Counter)
     """Number of steps in which each decode was put off."""
 
     @property
     def over(self) -> bool:
         return self.steps_done >= self.plan.steps
+
+    @property
+    def has_steps_left(self) -> bool:
+        """Whether not all of its steps have begun."""
+        return self.steps_begun < self.plan.steps
+
+    def is_valid(self, now_s: float) -> bool:
+        return now_s - self.received_s <= self.plan.valid_for_s
 
     @property
     def passed_over(self) -> tuple[PassedOver, ...]:
@@ -110,14 +124,24 @@ class PlanQueue:
         return not self.epoch or epoch <= self.epoch + 2 * EPOCH_REACH
 
     def head(self, now_s: float) -> tuple[QueuedPlan | None, list[GivenUpPlan]]:
-        """Return the plan to run next, and the plans that expired before it."""
+        """Return the plan whose step begins next, and the plans that expired before it."""
         expired: list[GivenUpPlan] = []
-        while self._queue:
-            head = self._queue[0]
-            if now_s - head.received_s <= head.plan.valid_for_s:
-                return head, expired
-            expired.append(self._given_up(self._queue.popleft(), StepOutcome.EXPIRED))
+        for queued in list(self._queue):
+            if queued.has_steps_left:
+                if queued.is_valid(now_s):
+                    return queued, expired
+                self._queue.remove(queued)
+                expired.append(self._given_up(queued, StepOutcome.EXPIRED))
         return None, expired
+
+    def first(self) -> QueuedPlan | None:
+        """Return the plan whose step begins next, even if it expired."""
+        return next((queued for queued in self._queue if queued.has_steps_left), None)
+
+    def is_next(self, plan: BatchPlan) -> bool:
+        """Whether `offer` adds the plan to the others and gives up none."""
+        is_in_order = plan.seq == self.last_seq + 1 and self.last_seq > 0
+        return plan.epoch == self.epoch and is_in_order and not plan.supersedes
 
     def unplanned(self, now_s: float) -> QueuedPlan:
         """Return a step without a plan, for work that earlier plans put off."""
@@ -190,7 +214,8 @@ class StepWork:
     """The work of one engine step: what to compute, for which plan."""
 
     queued: QueuedPlan
-    items: tuple[WorkItem, ...]
+    others: tuple[WorkItem, ...]
+    """Its rows, after those of `decodes`."""
     skipped: tuple[SkippedItem, ...]
     ended: tuple[HeldSequence, ...]
     """Sequences that ended since the last report, before this step."""
@@ -200,6 +225,7 @@ class StepWork:
     """Decodes that were put off in this step."""
     waits: bool = False
     """A sequence of the plan is put off."""
+    decodes: DecodeBatch | None = None
     prefilled_tokens: int = 0
     preceding_tokens: int = 0
     """Number of tokens before each prompt token in its sequence, summed up."""
@@ -208,7 +234,10 @@ class StepWork:
     """Number of tokens that the decodes attend to."""
 
     def __post_init__(self) -> None:
-        for item in self.items:
+        if self.decodes is not None:
+            self.decoded_tokens = len(self.decodes)
+            self.context_tokens = int(self.decodes.first.sum()) + self.decoded_tokens
+        for item in self.others:
             first, end = item.first_token, item.end_token
             if item.is_decode:
                 self.decoded_tokens += 1
@@ -216,6 +245,31 @@ class StepWork:
             else:
                 self.prefilled_tokens += end - first
                 self.preceding_tokens += (end * end - first * first) // 2
+
+    def __len__(self) -> int:
+        return len(self.others) + (0 if self.decodes is None else len(self.decodes))
+
+    @property
+    def items(self) -> tuple[WorkItem, ...]:
+        """All rows one by one, in order; it takes a while."""
+        if self.decodes is None:
+            return self.others
+        rows = zip(self.decodes.group.sequences, self.decodes.first.tolist(), strict=True)
+        return (*(WorkItem(sequence, at, at + 1, True, True) for sequence, at in rows), *self.others)
+
+    @property
+    def places(self) -> dict[int, int]:
+        """The row of each sequence that samples a token, by its `id`."""
+        sequences = [] if self.decodes is None else self.decodes.group.sequences
+        found = {id(sequence): row for row, sequence in enumerate(sequences)}
+        others = enumerate(self.others, len(sequences))
+        return found | {id(item.sequence): row for row, item in others if item.samples}
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether one of its sequences is."""
+        sequences = () if self.decodes is None else self.decodes.group.sequences
+        return any(map(_IS_ALIVE, sequences)) or any(item.sequence.alive for item in self.others)
 
     @property
     def has_news(self) -> bool:

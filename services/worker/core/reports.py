@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from services.worker.core.in_flight import InFlight
 from services.worker.core.plans import GivenUpPlan, StepWork
 from services.worker.core.sequence import HeldSequence
 from services.worker.kv.core.borrowed_pool import Pool
@@ -35,11 +36,11 @@ class Identity:
 class StepReports:
     """Numbers the reports of one incarnation and counts what was computed since the last one."""
 
-    def __init__(self, identity: Identity, pool: Pool) -> None:
-        """Every report has the free blocks of `pool`."""
+    def __init__(self, identity: Identity, pool: Pool, in_flight: InFlight) -> None:
+        """Every report has the free blocks of `pool`, with those that wait for steps in flight."""
         self.last_seq = 0
         self._identity = identity
-        self._pool = pool
+        self._pool, self._in_flight = pool, in_flight
         self._unreported = [0, 0]
         """Numbers of tokens prefilled and decoded since the last report."""
 
@@ -97,7 +98,6 @@ class StepReports:
     ) -> WorkerStepped:
         """Return the next report, with the blocks that plans may count on."""
         self.last_seq += 1
-        pool = self._pool
         return WorkerStepped(
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
@@ -106,9 +106,13 @@ class StepReports:
             plan_seq=plan_seq,
             steps_done=steps_done,
             plan_over=plan_over,
-            free_blocks=max(0, pool.free_blocks + pool.evictable_blocks - pool.base.doomed_blocks),
+            free_blocks=max(0, self._free_blocks()),
             **fields,
         )
+
+    def _free_blocks(self) -> int:
+        pool, leaving_blocks = self._pool, self._in_flight.leaving_blocks
+        return pool.free_blocks + pool.evictable_blocks + leaving_blocks - pool.base.doomed_blocks
 
 
 class StepTally:

@@ -62,8 +62,12 @@ class HeldSequence:
     state: SequenceState = SequenceState.WAITING
     alive: bool = True
     """`state` is not ENDED."""
+    is_plain: bool = False
+    """It decodes, and may do so in a group (`decodes.is_plain`)."""
     computed_tokens: int = 0
     """Number of tokens whose KV is present."""
+    begun_tokens: int = 0
+    """`computed_tokens` once all steps in flight are over; not more than that: it is in none."""
     blocks: BlockTable = field(default_factory=block_table)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the tokens sampled in this attempt, if requested."""
@@ -166,6 +170,16 @@ class HeldSequence:
         """Whether it waits for stored blocks, or is behind what plans count as computed."""
         return self.awaited is not None or self.postponed is not None
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step in flight computes some of its tokens."""
+        return self.begun_tokens > self.computed_tokens
+
+    @property
+    def next_position(self) -> int:
+        """First position that no step has begun to compute."""
+        return max(self.begun_tokens, self.computed_tokens)
+
     def append(self, sampled: Sampled) -> None:
         """Append the answer's next token."""
         self.sampled = True
@@ -176,7 +190,8 @@ class HeldSequence:
     def forget_blocks(self) -> None:
         """Drop its blocks and its progress; block names stay valid."""
         self.blocks = block_table()
-        self.computed_tokens = self.published_blocks = self.promised_tokens = 0
+        self.is_plain = False
+        self.computed_tokens = self.begun_tokens = self.published_blocks = self.promised_tokens = 0
         self.postponed = self.awaited_until_s = None
         if not self.sampled:
             self.cached_tokens = 0

@@ -8,12 +8,14 @@ from math import inf
 
 import msgspec
 
+from services.worker.core.decodes import DecodeBatch, Int64s, is_plain
+from services.worker.core.in_flight import InFlight
 from services.worker.core.late_tokens import Latecomers
 from services.worker.core.plans import PutOff, WorkItem
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
 from services.worker.core.sequence import HeldSequence
-from services.worker.kv.core.block_pool import block_table
+from services.worker.kv.core.block_pool import BlockTable, block_table
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
 from shared.errors import InvalidRequest
 from shared.liveness import AwakeTime, Liveness
@@ -77,6 +79,10 @@ class SequenceTable:
         """Steps may be long; messages that arrive during one are read right after it."""
         self._unreported: list[HeldSequence] = []
         self.late = Latecomers()
+        self.revision = 0
+        """Number of changes after which a `DecodeGroup` is invalid."""
+        self.in_flight = InFlight(self._give_back)
+        self._unpublished: list[HeldSequence] = []
         self.put_off: dict[SequenceKey, HeldSequence] = {}
         """Sequences that wait for stored blocks, or are behind what plans count as computed."""
         if isinstance(pool, ExtendedPool):
@@ -136,7 +142,13 @@ class SequenceTable:
         if sequence.open_tokens:
             item = self.late.join(sequence, item)
         held_tokens, is_decode = len(sequence.tokens), isinstance(item, Decode)
-        if isinstance(item, Decode):
+        if isinstance(item, Decode) and sequence.is_in_flight:
+            first = sequence.next_position
+            if first + 1 >= sequence.limit_tokens:
+                return None  # The token in flight is its last.
+            end, aligned = first + 1, first == held_tokens
+            held_tokens = end
+        elif isinstance(item, Decode):
             first, end = sequence.computed_tokens, held_tokens
             aligned = sequence.state is SequenceState.DECODING
         else:
@@ -225,6 +237,24 @@ class SequenceTable:
         reason = sequence.due_reason()
         if reason is not None:
             self.end(sequence, reason, now_s)
+        elif not sequence.is_plain:
+            sequence.is_plain = is_plain(sequence)
+
+    def commit_decodes(self, batch: DecodeBatch, tokens: Int64s, now_s: float) -> None:
+        """Record that all rows of a batch were computed. `publish_full` publishes their full blocks."""
+        full, due = batch.commit(tokens)
+        self._unpublished += full
+        for sequence in due:
+            if (reason := sequence.due_reason()) is not None:
+                self.publish_full()
+                self.end(sequence, reason, now_s)
+
+    def publish_full(self) -> None:
+        """Publish the blocks that batches have filled since the last call."""
+        unpublished, self._unpublished = self._unpublished, []
+        for sequence in unpublished:
+            if self.prefixes is not None:
+                self.prefixes.publish(sequence)
 
     def settle_audits(self, now_s: float) -> None:
         """Forget stored blocks that an audit refuted; end the sequences that have them as KV_LOST."""
@@ -332,6 +362,7 @@ class SequenceTable:
         """Raise AssertionError unless blocks are conserved and every sequence is consistent."""
         self.pool.check_integrity(
             [block for held in self._held.values() for block in (*held.blocks, *held.audited)]
+            + [block for blocks in self.in_flight.blocks for block in blocks]
         )
         for key, held in self._held.items():
             assert held.ref.key == key
@@ -387,14 +418,22 @@ class SequenceTable:
         if self.prefixes is not None and sequence.audited:
             self.prefixes.end_audit(sequence)
         self.put_off.pop(sequence.ref.key, None)
-        is_own = max(sequence.blocks, default=0) < self._own_ids
-        (self._own if is_own else self.pool).release(sequence.blocks)
+        self.revision += 1
+        if sequence.is_in_flight:
+            self.in_flight.leave(sequence.blocks)
+        else:
+            self._give_back(sequence.blocks)
         sequence.forget_blocks()
+
+    def _give_back(self, blocks: BlockTable) -> None:
+        is_own = max(blocks, default=0) < self._own_ids
+        (self._own if is_own else self.pool).release(blocks)
 
     def _follow(self, moves: Mapping[int, int]) -> None:
         """Rename blocks in place, as the rows of a step share the same tables."""
-        for held in self._held.values():
-            held.blocks[:] = block_table(moves.get(block, block) for block in held.blocks)
+        self.revision += 1
+        for blocks in (*(held.blocks for held in self._held.values()), *self.in_flight.blocks):
+            blocks[:] = block_table(moves.get(block, block) for block in blocks)
 
     def _pool_with(self, blocks: int) -> Pool | None:
         """A pool that can allocate so many blocks; None: there is none. Ends audits to make room."""

@@ -2,10 +2,11 @@
 
 The caller alternates `begin_step` and `finish_step`, and calls the `on_…` methods only between steps."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from services.worker.core.frames import AddressedFrame, assemble, fetched
+from services.worker.core.decodes import DecodeBatch, DecodeGroup, StepTokens, as_array, by_length
+from services.worker.core.frames import AddressedFrame, assemble, decoded, fetched
 from services.worker.core.plans import PlanQueue, PutOff, QueuedPlan, StepWork, WorkItem
 from services.worker.core.reports import Identity, SpeedMeter, StepReports, StepTally
 from services.worker.core.sampling import Sampled
@@ -51,11 +52,23 @@ class StepCore:
     def __init__(self, identity: Identity, table: SequenceTable, speed: SpeedMeter | None = None) -> None:
         """`speed` holds the profile from the start."""
         self._identity = identity
-        self._reports = StepReports(identity, table.pool)
+        self._reports = StepReports(identity, table.pool, table.in_flight)
         self._table = table
         self._plans = PlanQueue()
         self._speed = speed or SpeedMeter()
         self._tally = StepTally()
+        self._last: DecodeBatch | None = None
+        """The decodes of the step prepared last."""
+        self._whole: QueuedPlan | None = None
+        """The plan whose decodes are all in that group, apart from ended ones."""
+        self._items: list[WorkItem] = []
+        self._passed: list[SequenceRef] = []
+        self._skipped: list[SkippedItem] = []
+        """What is being prepared."""
+        self.settle: Callable[[], None] = lambda: None
+        """Finishes the steps in flight. The engine's thread sets it."""
+        self._stalled: tuple[QueuedPlan, StepWork] | None = None
+        """A step without rows, prepared while others were in flight."""
         self.is_held = False
         """Whether the last `begin_step` found only sequences that wait for stored blocks."""
 
@@ -69,6 +82,8 @@ class StepCore:
         return self._table.put_off.keys()
 
     def on_plan(self, plan: BatchPlan, now_s: float) -> StepEffects:
+        if not self._plans.is_next(plan):
+            self.settle()
         if plan.starts and self._table.prefixes is not None:
             self._table.prefixes.expect(plan.starts)
         return StepEffects(stepped=self._reports.of_given_up(self._plans.offer(plan, now_s)))
@@ -123,19 +138,31 @@ class StepCore:
         return StepEffects(stepped=stepped)
 
     def begin_step(self, now_s: float) -> tuple[StepWork | None, StepEffects]:
-        """Return the next step's work; None when no plan has any. A plan whose sequences all wait for stored
-        blocks is held until one has them, or a later plan has other sequences."""
+        """Return the next step's work; None when no plan has any, or when the steps in flight must be over
+        first. A plan whose sequences all wait for stored blocks is held until one has them, or a later plan
+        has other sequences."""
         frames: list[AddressedFrame] = []
         stepped: list[WorkerStepped] = []
         self.is_held = False
+        in_flight = self._table.in_flight
+        if in_flight and self._must_settle(now_s):
+            return None, StepEffects()
+        self._table.publish_full()
         while True:
-            queued, expired = self._plans.head(now_s)
-            if expired:
-                stepped += self._reports.of_given_up(expired)
-            if queued is None and self._table.put_off:
-                queued = self._plans.unplanned(now_s)
-            work = None if queued is None else self._prepare(queued, now_s)
-            if queued is None or work is None or work.items:
+            queued, work = self._stalled or (None, None)
+            self._stalled = None
+            if work is None:
+                queued, expired = self._plans.head(now_s)
+                if expired:
+                    stepped += self._reports.of_given_up(expired)
+                if queued is None and self._table.put_off:
+                    queued = self._plans.unplanned(now_s)
+                work = None if queued is None else self._prepare(queued, now_s)
+            if queued is not None and work is not None and len(work):
+                self._begin(queued, work)
+            elif queued is not None and work is not None and in_flight:
+                self._stalled, work = (queued, work), None
+            if queued is None or work is None or len(work):
                 return work, StepEffects(tuple(frames), tuple(stepped))
             frames += self._frames([], work.ended)
             is_over = queued.plan.seq > 0 and not (work.waits and not self._may_pass())
@@ -152,10 +179,16 @@ class StepCore:
         self, work: StepWork, tokens: Sequence[Sampled | None], now_s: float, step_s: float
     ) -> StepEffects:
         """Record that the step ran. `tokens` has each item's sampled token, or None, or `FAILED`."""
-        sampled: list[tuple[HeldSequence, int]] = []
-        states: list[AnswerState] = []
+        sampled, states, items = list[tuple[HeldSequence, int]](), list[AnswerState](), work.others
+        batch = None if work.decodes is None else self._commit_decodes(work.decodes, tokens, now_s)
+        if work.decodes is not None and batch is None:
+            items = work.items
+        elif work.decodes is not None:
+            tokens = tokens[len(work.decodes) :]
         commit = self._table.commit
-        for item, token in zip(work.items, tokens, strict=True):
+        for item, token in zip(items, tokens, strict=True):
+            if not item.sequence.alive:
+                continue  # It ended while the step was in flight.
             commit(item, token, now_s)
             if item.samples and not item.sequence.rehearsal:
                 if item.end_token == item.sequence.prompt_tokens + item.sequence.sampling.forced_tokens:
@@ -174,6 +207,7 @@ class StepCore:
         prefixes = self._table.prefixes
         if prefixes is not None and prefixes.doubted:
             self._table.settle_audits(now_s)
+        self._table.in_flight.end()
         ended = (*work.ended, *self._table.take_ended())
         queued = work.queued
         if ended:
@@ -192,13 +226,33 @@ class StepCore:
             prefixes.on_prefilled(prefilled_tokens, prefill_s)
         self._reports.on_step(prefilled_tokens, decoded_tokens)
         self._tally.on_step(prefilled_tokens + decoded_tokens)
-        frames = self._frames(sampled, ended)
+        frames = self._frames(sampled, ended, batch)
         observed = self._observed(states) if states else None
         is_due = queued.over or queued.plan.report_at in (0, queued.steps_done)
         if not (is_due or ended or work.has_news):
             return StepEffects(frames, observed=observed)
         stepped = self._reports.of_step(work, ended, plan_over=is_over, step_s=step_s)
         return StepEffects(frames, (stepped,), observed)
+
+    def _commit_decodes(
+        self, batch: DecodeBatch, tokens: Sequence[Sampled | None], now_s: float
+    ) -> DecodeBatch | None:
+        """Commit a batch and return its rows that were alive; None, with nothing done, if one needs more."""
+        values = tokens.decodes if isinstance(tokens, StepTokens) else as_array(tokens[: len(batch)])
+        if values is None or int(values.min()) < 0:
+            return None
+        if batch.group.revision != self._table.revision:
+            alive = [row for row, sequence in enumerate(batch.group.sequences) if sequence.alive]
+            if not alive:
+                return None
+            if len(alive) < len(batch):
+                batch, values = batch.only(alive, self._table.revision), values[alive]
+        self._table.commit_decodes(batch, values, now_s)
+        return batch
+
+    def publish_full(self) -> None:
+        """Publish blocks that became full; otherwise `begin_step` does so."""
+        self._table.publish_full()
 
     def _observed(self, states: Sequence[AnswerState]) -> WorkerObserved:
         identity = self._identity
@@ -244,6 +298,40 @@ class StepCore:
         self._plans.check_integrity()
         self._table.check_integrity()
 
+    def _must_settle(self, now_s: float) -> bool:
+        """Whether the steps in flight have to be over before the next one is prepared."""
+        queued, table = self._plans.first(), self._table
+        if queued is None or table.put_off or not queued.is_valid(now_s):
+            return True
+        if self._whole is queued:
+            return False
+        plan, missing = queued.plan, 0
+        found = queued.decoding = [table.find(item.ref) for item in plan.decodes]
+        if not queued.has_begun:
+            chunked = [table.find(item.ref) for item in plan.prefills]
+            if (
+                plan.preemptions
+                or plan.drops
+                or any(each is not None and each.is_in_flight for each in chunked)
+            ):
+                return True
+            allocated = [item.allocated_blocks for items in (plan.decodes, plan.prefills) for item in items]
+            for blocks, sequence in zip(allocated, (*found, *chunked), strict=True):
+                missing += max(0, blocks - (0 if sequence is None else len(sequence.blocks)))
+        is_delicate = any(
+            each is not None and (each.open_tokens or each.audited) and each.is_in_flight for each in found
+        )
+        return is_delicate or not table.pool.can_allocate(missing)
+
+    def _begin(self, queued: QueuedPlan, work: StepWork) -> None:
+        """Note that a step is in flight."""
+        queued.steps_begun += 1
+        self._table.in_flight.begin()
+        if work.decodes is not None:
+            work.decodes.begin()
+        for item in work.others:
+            item.sequence.begun_tokens = item.end_token
+
     def _prepare(self, queued: QueuedPlan, now_s: float) -> StepWork:
         """Apply the valid items of the plan's next step; report each skipped item once per plan."""
         plan, first = queued.plan, not queued.has_begun
@@ -252,33 +340,21 @@ class StepCore:
         ended = self._table.take_ended()
         for gone in ended:
             queued.ended.add(gone.ref)
-        items: list[WorkItem] = []
-        passed: list[SequenceRef] = []
-        seen: set[int] = set()
-        planned: tuple[PrefillChunk | Decode, ...] = plan.decodes
-        if first:
-            planned = (*plan.prefills, *plan.decodes)
-        for item in planned:
-            sequence = self._table.find(item.ref)
-            if id(sequence) in seen:
-                continue
-            if sequence is not None:
-                seen.add(id(sequence))
-            prepared = self._table.prepare(item, sequence)
-            if isinstance(prepared, WorkItem):
-                items.append(prepared)
-            elif isinstance(prepared, PutOff):
-                if isinstance(item, Decode):
-                    passed.append(item.ref)
-            elif (
-                prepared is not None
-                and item.ref not in queued.ended
-                and item.ref not in queued.skips_reported
-            ):
-                queued.skips_reported.add(item.ref)
-                skipped.append(SkippedItem(ref=item.ref, reason=prepared))
+        self._items, self._passed, self._skipped = [], [], skipped
+        batch = None if first or self._table.put_off else self._continued(queued)
+        if batch is None:
+            seen: set[int] = set()
+            if first:
+                for chunk in plan.prefills:
+                    sequence = self._table.find(chunk.ref)
+                    if sequence is None or id(sequence) not in seen:
+                        seen.add(id(sequence))
+                        self._apply(queued, chunk, sequence)
+            batch = self._decodes(queued, seen)
+        items, passed = self._items, self._passed
         if self._table.put_off:
             planned_tokens = sum(item.end_token - item.first_token for item in items)
+            planned_tokens += 0 if batch is None else len(batch)
             for ref, resumed in self._table.resume(now_s, max(_LEAST_RESUMED, _MOST_TOKENS - planned_tokens)):
                 if isinstance(resumed, WorkItem):
                     items.append(resumed)
@@ -289,7 +365,61 @@ class StepCore:
         hits = () if self._table.prefixes is None else self._table.prefixes.take_hits()
         shorts = self._table.late.take_shorts()
         told = (tuple(skipped), tuple(ended), hits, shorts)
-        return StepWork(queued, tuple(items), *told, tuple(passed), waits)
+        self._last = batch
+        return StepWork(queued, tuple(items), *told, tuple(passed), waits, batch)
+
+    def _continued(self, queued: QueuedPlan) -> DecodeBatch | None:
+        """Return the next step of the group that has all of the plan's decodes; None when there is none."""
+        batch, table = self._last, self._table
+        if self._whole is not queued or batch is None or batch.group.revision != table.revision:
+            return None
+        is_known = batch.sampled is not None or table.in_flight
+        return batch.next() if is_known and batch.group.goes_on(batch) else None
+
+    def _decodes(self, queued: QueuedPlan, seen: set[int]) -> DecodeBatch | None:
+        """Apply the plan's decodes, except for the sequences `seen`; return those that make a group."""
+        table, items, size = self._table, self._items, self._table.pool.block_tokens
+        found = queued.decoding
+        if found is None:
+            found = queued.decoding = [table.find(item.ref) for item in queued.plan.decodes]
+        plain: dict[int, HeldSequence] = {}
+        is_whole = not seen
+        for at, item in enumerate(queued.plan.decodes):
+            sequence = found[at]
+            if sequence is not None and sequence.is_plain and not (seen and id(sequence) in seen):
+                done, begun = sequence.computed_tokens, sequence.begun_tokens
+                goes_on = begun <= done or begun + 1 < sequence.limit_tokens
+                held_blocks = len(sequence.blocks)
+                if goes_on and item.allocated_blocks <= held_blocks and max(done, begun) < held_blocks * size:
+                    plain[id(sequence)] = sequence
+                    continue
+            if sequence is None:
+                sequence = found[at] = table.find(item.ref)
+            if sequence is not None and (id(sequence) in seen or id(sequence) in plain):
+                continue
+            count = len(items)
+            self._apply(queued, item, sequence)
+            if sequence is not None and sequence.is_plain and len(items) > count:
+                plain[id(sequence)] = items.pop().sequence
+            else:
+                seen.add(id(sequence))
+                is_whole = is_whole and (sequence is None or not sequence.alive)
+        self._whole = queued if is_whole else None
+        if not plain:
+            return None
+        return DecodeGroup(by_length(plain.values()), size, table.revision).first
+
+    def _apply(self, queued: QueuedPlan, item: PrefillChunk | Decode, sequence: HeldSequence | None) -> None:
+        """Apply one item of a plan; report it once if it cannot be applied."""
+        prepared = self._table.prepare(item, sequence)
+        if isinstance(prepared, WorkItem):
+            self._items.append(prepared)
+        elif isinstance(prepared, PutOff):
+            if isinstance(item, Decode):
+                self._passed.append(item.ref)
+        elif prepared is not None and item.ref not in queued.ended and item.ref not in queued.skips_reported:
+            queued.skips_reported.add(item.ref)
+            self._skipped.append(SkippedItem(ref=item.ref, reason=prepared))
 
     def _may_pass(self) -> bool:
         """Whether a plan behind the head has a sequence that is not put off."""
@@ -303,15 +433,21 @@ class StepCore:
         return any(ref.key not in put_off for ref in refs)
 
     def _frames(
-        self, sampled: Sequence[tuple[HeldSequence, int]], ended: Sequence[HeldSequence]
+        self,
+        sampled: Sequence[tuple[HeldSequence, int]],
+        ended: Sequence[HeldSequence],
+        batch: DecodeBatch | None = None,
     ) -> tuple[AddressedFrame, ...]:
         """Return frames with this step's tokens and ends, without sequences that were cancelled."""
         changed = list(sampled)
         if ended:
             told = {id(sequence) for sequence, _ in sampled}
+            if batch is not None:
+                told.update(map(id, batch.group.sequences))
             changed += [
                 (sequence, sequence.generated_tokens)
                 for sequence in ended
                 if id(sequence) not in told and self._table.find(sequence.ref) is sequence
             ]
-        return assemble(self._identity.worker_id, self._identity.incarnation, changed)
+        deltas = {} if batch is None else decoded(batch, has_ends=bool(ended))
+        return assemble(self._identity.worker_id, self._identity.incarnation, changed, deltas)

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionInterface
 
+from services.worker.core.decodes import DecodeBatch
 from services.worker.engine import paged
 from services.worker.engine.backends import NativeBackend, PartialBackend, Pools, TorchBackend
-from services.worker.engine.contract import RemoteMeter
+from services.worker.engine.contract import RemoteMeter, rows_of
 from services.worker.engine.native import library as native
 from services.worker.engine.native.weights import Arena
 from services.worker.engine.partition import Homes, split_by_window
 from services.worker.engine.remote import RemoteAttention, decode_blocks, merge_into
-from services.worker.engine.spans import PackedSpans, Span, pack
+from services.worker.engine.spans import PackedSpans, Span, pack_step
 from services.worker.kv.tiers.resident import ResidentKv
 from shared.clock import Clock, monotonic_s
 from shared.errors import ConfigError
@@ -160,12 +161,14 @@ class PagedAttention:
         """Allow blocks at other workers from now on."""
         self._remote = homes, remote
 
-    def begin(self, spans: Sequence[Span], decodes: int) -> None:
-        """Prepare a step of packed spans. In torch, the first `decodes` have one token each and are sorted.
+    def begin(self, spans: Sequence[Span], decodes: int, batch: DecodeBatch | None = None) -> None:
+        """Prepare a step of packed spans, which come after a `batch`. In torch, the first `decodes`, with the
+        batch, have one token each and are sorted.
 
         Raises ValueError for a block without a holder or a table short of its span."""
         resident, self.is_partitioned = self.resident, False
-        packed = pack(spans, self._block_tokens, None if resident is None else resident.locate)
+        locate = None if resident is None else resident.locate
+        packed = pack_step(batch, spans, self._block_tokens, locate)
         if self._remote is not None and packed.blocks.size:
             homes, remote = self._remote
             if int(packed.blocks.max()) >= homes.own_blocks:
@@ -177,6 +180,8 @@ class PagedAttention:
         if self.native is not None:
             self.native.packed = packed
         elif self._stepped is not None:
+            if batch is not None and self.triton is None:
+                spans = [*(Span(row.first_position, 1, row.blocks) for row in rows_of(batch)), *spans]
             self._stepped.begin(spans, decodes, packed, None if resident is None else resident.tables)
 
     def _begin_partitioned(self, packed: PackedSpans, homes: Homes, remote: RemoteAttention) -> PackedSpans:

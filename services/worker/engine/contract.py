@@ -1,6 +1,6 @@
 """Protocols of the engines that the worker's loop can run: rows in, sampled tokens out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.core.decodes import DecodeBatch, Int64s
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.partition import Homes, Part
 from services.worker.kv.core.block_pool import BlockPool
@@ -31,6 +32,74 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     """The sequence's block table from its first token; it covers every token of the row."""
     point: SamplePoint | None
     """How to sample from the last token's logits; None: sample nothing."""
+    after: int = -1
+    """The row of the step before whose token is this row's only one, as that step is in flight; negative:
+    `tokens` are known."""
+
+
+class StepRows(Sequence[Row]):
+    """The rows of a step: decodes as arrays, then others. As a sequence it makes a `Row` of each."""
+
+    def __init__(
+        self, decodes: DecodeBatch | None, others: Sequence[Row], after: Int64s | None = None
+    ) -> None:
+        self.decodes, self.others = decodes, others
+        self.after = after
+        """`Row.after` of each of the decodes; None: all of their tokens are known."""
+        self._rows: list[Row] | None = None
+
+    def __len__(self) -> int:
+        return len(self.others) + (0 if self.decodes is None else len(self.decodes))
+
+    def __getitem__(self, at):  # type: ignore[no-untyped-def]
+        return self._all()[at]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._all())
+
+    def _all(self) -> list[Row]:
+        if self._rows is None:
+            self._rows = [*rows_of(self.decodes), *self.others]
+        return self._rows
+
+    def known(self, told: Sequence[Sampled | None]) -> "StepRows":
+        """Return the rows with all tokens, given those of the step before."""
+        batch, after = self.decodes, self.after
+        others = [row if row.after < 0 else _known(row, told[row.after]) for row in self.others]
+        if batch is not None and after is not None:
+            rows = np.flatnonzero(after >= 0)
+            tokens = batch.tokens.copy()
+            tokens[rows] = [_token(told[at]) for at in after[rows].tolist()]
+            batch = DecodeBatch(batch.group, batch.first, tokens)
+        return StepRows(batch, others)
+
+
+def _token(sampled: Sampled | None) -> int:
+    """Any token where there is none: the row is computed in vain."""
+    return 0 if sampled is None else max(0, sampled.token)
+
+
+def _known(row: Row, sampled: Sampled | None) -> Row:
+    return Row([_token(sampled)], row.first_position, row.blocks, row.point)
+
+
+def rows_of(decodes: DecodeBatch | None) -> list[Row]:
+    """Return the rows of a batch one by one."""
+    if decodes is None:
+        return []
+    group = decodes.group
+    each = zip(
+        group.sequences, decodes.tokens.tolist(), decodes.first.tolist(), group.points(decodes), strict=True
+    )
+    return [Row([token], first, sequence.blocks, point) for sequence, token, first, point in each]
+
+
+class Ticket(Protocol):
+    """A step in flight."""
+
+    def result(self) -> Sequence[Sampled | None]:
+        """Wait for the step, and return what `Engine.step` returns. Raises its errors. Call this once, in the
+        order of the steps, and after the tokens of the step before were appended to their sequences."""
 
 
 class Engine(Protocol):
@@ -45,10 +114,23 @@ class Engine(Protocol):
     prefill_tokens_per_s: float
     """Prefill throughput as profiled at the start; 0: not profiled."""
 
-    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+    def step(self, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         """Compute all rows, write their KV, and return one sampled token per row.
 
         The token is None if the row's `point` is None or its logits are not finite. Steps are idempotent."""
+
+
+@runtime_checkable
+class OverlappingEngine(Engine, Protocol):
+    """An engine that computes while its caller prepares the next step."""
+
+    overlaps: bool
+    """Whether it does. If not, only `step` is called."""
+
+    def submit(self, rows: StepRows) -> Ticket:
+        """Begin a step; `step` is this and `Ticket.result`. At most two are in flight, and only decodes of
+        sequences in the first of them have unknown tokens in the second. The blocks of a step in flight
+        belong to it."""
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ import torch
 
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.native.library import NativeDraw
+from services.worker.engine.paged import to_device
 from shared.messages.sequence import Sampling
 
 _CANDIDATES = 256
@@ -52,22 +53,23 @@ def draw_natively(
 def draw(logits: torch.Tensor, points: Sequence[SamplePoint]) -> torch.Tensor:
     """Return tokens, int64 `[rows]`, drawn from `logits` `[rows, vocabulary]` whose row maximum is 0."""
     device = logits.device
-    temperatures = torch.tensor([point.sampling.temperature for point in points], device=device)
+    temperatures = to_device(torch.tensor([point.sampling.temperature for point in points]), device)
     logits = logits / temperatures.clamp_min(1e-5)[:, None]
     floored = [row for row, point in enumerate(points) if point.sampling.min_p > 0]
     if floored:
-        rows = torch.tensor(floored, device=device)
+        rows = to_device(torch.tensor(floored), device)
         floors = [
             math.log(points[row].sampling.min_p) for row in floored
         ]  # The likeliest token's logit is 0.
-        unlikely = logits[rows] < torch.tensor(floors, dtype=torch.float32, device=device)[:, None]
+        least = to_device(torch.tensor(floors, dtype=torch.float32), device)
+        unlikely = logits[rows] < least[:, None]
         logits[rows] = logits[rows].masked_fill(unlikely, -math.inf)
     probabilities = logits.softmax(-1)
     filtered = [
         row for row, point in enumerate(points) if point.sampling.top_k > 0 or point.sampling.top_p < 1
     ]
     if filtered:
-        rows = torch.tensor(filtered, device=device)
+        rows = to_device(torch.tensor(filtered), device)
         probabilities[rows] = _filter(probabilities[rows], [points[row].sampling for row in filtered])
     keys = [key_of(point.sampling.seed, point.choice, point.index) for point in points]
     return (arrivals(keys, logits.shape[-1], device) / probabilities).argmin(-1)
@@ -88,8 +90,8 @@ def key_of(seed: int, choice: int, index: int) -> int:
 
 def arrivals(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
     """Return exponential arrival times at rate 1, fp64 `[keys, vocabulary]`."""
-    low = torch.tensor([key & _HALF for key in keys], dtype=torch.int64, device=device)[:, None]
-    high = torch.tensor([key >> 32 for key in keys], dtype=torch.int64, device=device)[:, None]
+    halves = torch.tensor([[key & _HALF for key in keys], [key >> 32 for key in keys]], dtype=torch.int64)
+    low, high = to_device(halves, device)[:, :, None]
     mixed = _scatter(torch.arange(vocabulary, device=device) * _STEP + low & _HALF)
     above, below = _scatter(mixed ^ high), _scatter(mixed + _SECOND & _HALF)
     early = (above.double() + (below.double() + 0.5) * 2.0**-32) * 2.0**-32
@@ -118,9 +120,9 @@ def _filter(
     else:  # numpy sorts values with vector instructions; torch also sorts indices, far slower on a CPU.
         ordered = torch.from_numpy(np.sort(probabilities.numpy(), axis=-1)).flip(-1)
     ranks = torch.arange(width, device=device)
-    ordered = ordered.masked_fill(ranks >= torch.tensor(most, device=device)[:, None], 0.0)
-    shares = torch.tensor([sampling.top_p for sampling in samplings], device=device)[:, None]
-    cut_by_rank = torch.tensor([limit <= width for limit in most], device=device)[:, None]
+    ordered = ordered.masked_fill(ranks >= to_device(torch.tensor(most), device)[:, None], 0.0)
+    shares = to_device(torch.tensor([sampling.top_p for sampling in samplings]), device)[:, None]
+    cut_by_rank = to_device(torch.tensor([limit <= width for limit in most]), device)[:, None]
     total = torch.where(cut_by_rank, ordered.sum(-1, keepdim=True), probabilities.sum(-1, keepdim=True))
     before = ordered.cumsum(-1) - ordered
     kept = (ordered > 0) & ((before < shares * total) | (shares >= 1) | (ranks == 0))

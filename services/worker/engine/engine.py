@@ -5,14 +5,25 @@ from collections.abc import Sequence
 
 import torch
 
+from services.worker.core.decodes import DecodeBatch, Int64s
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.attention import LayerShape, PagedAttention, make_pools
-from services.worker.engine.contract import Engine, Row
+from services.worker.engine.contract import Engine, Row, StepRows
 from services.worker.engine.forward import make_forward
 from services.worker.engine.grammar_masks import GrammarMasks
+from services.worker.engine.launched import Launched
 from services.worker.engine.loading import LoadedModel, layout_name, model_digest
 from services.worker.engine.native.library import AttentionMode, choose
-from services.worker.engine.sampler import Logits, sample, with_hidden
+from services.worker.engine.paged import to_device
+from services.worker.engine.sampler import (
+    Chosen,
+    Logits,
+    are_likeliest,
+    choose_likeliest,
+    choose_tokens,
+    is_steered,
+    with_hidden,
+)
 from services.worker.engine.spans import Span
 from services.worker.engine.states import tap_of
 from services.worker.engine.stream import stream_opener
@@ -104,6 +115,11 @@ class TorchEngine:
         self.pools = self.attention.pools
         """K and V pools of each layer; see `engine.paged` for their shapes."""
         self._tap = tap_of(config, states_every)
+        self._device = model.device
+        self._before: Launched | None = None
+        """The step submitted last."""
+        self.overlaps = self.attention.triton is not None and self.pie is None and self._tap is None
+        """See `OverlappingEngine`. Steps that move blocks or tap states are finished one by one."""
         self._forward = make_forward(model, self.attention, threads=threads, release=release, tap=self._tap)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
@@ -125,8 +141,8 @@ class TorchEngine:
         return self.pie.make_pool(self.block_tokens)
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        pie = self.pie
+    def step(self, rows: Sequence[Row]) -> Sequence[Sampled | None]:
+        pie, self._before = self.pie, None
         if pie is None or (pie.kv.residency.is_plain and not pie.watches_steps):
             return self._computed(rows)
         room_blocks = pie.kv.residency.room_blocks
@@ -138,7 +154,16 @@ class TorchEngine:
         pie.step_ends(sum(each is not None for each in sampled), is_decoding=is_decoding)
         return sampled
 
-    def _step_in_parts(self, rows: Sequence[Row], room_blocks: int) -> list[Sampled | None]:
+    @torch.inference_mode()
+    def submit(self, rows: StepRows) -> Launched:
+        """See `OverlappingEngine`."""
+        before, self._before = self._before, None
+        if before is not None:
+            before.choose()
+        self._before = ticket = self._launched(rows.decodes, rows.others, rows.after, before)
+        return ticket
+
+    def _step_in_parts(self, rows: Sequence[Row], room_blocks: int) -> Sequence[Sampled | None]:
         """Run halves of the rows, or of a row's tokens, until the written blocks fit on the device."""
         if len(rows) > 1:
             middle = len(rows) // 2
@@ -151,63 +176,108 @@ class TorchEngine:
         self.step([first])
         return self.step([rest])
 
-    def _computed(self, rows: Sequence[Row]) -> list[Sampled | None]:
+    def _computed(self, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         """Return the rows' tokens. Plain torch and Triton compute decodes first, by context length.
 
         Rows of similar length then share a padded table."""
+        batch, others = None, rows
+        if isinstance(rows, StepRows) and self._tap is None:
+            batch, others = rows.decodes, rows.others
+        if self.attention.library is not None or (batch is not None and all(map(_is_chunk, others))):
+            return self._finished(batch, others)
+        order = sorted(range(len(rows)), key=lambda at: (_is_chunk(rows[at]), rows[at].first_position))
+        tokens: list[Sampled | None] = [None] * len(rows)
+        found = self._finished(None, [rows[at] for at in order])
+        for at, sampled in zip(order, found, strict=True):
+            tokens[at] = sampled
+        return tokens
+
+    def _finished(self, batch: DecodeBatch | None, rows: Sequence[Row]) -> Sequence[Sampled | None]:
+        found = self._launched(batch, rows).result()
+        if self._tap is not None:
+            found = self._tap.attach(list(found))
+        return found
+
+    def _launched(
+        self,
+        batch: DecodeBatch | None,
+        rows: Sequence[Row],
+        after: Int64s | None = None,
+        before: Launched | None = None,
+    ) -> Launched:
+        """Launch a batch, if there is one, and the rows after it. `after`: of the batch; see `Row.after`."""
         try:
-            if self.attention.library is not None:
-                return self._computed_in_order(rows)
-            order = sorted(
-                range(len(rows)), key=lambda at: (len(rows[at].tokens) > 1, rows[at].first_position)
-            )
-            tokens: list[Sampled | None] = [None] * len(rows)
-            for at, sampled in zip(order, self._computed_in_order([rows[at] for at in order]), strict=True):
-                tokens[at] = sampled
-            return tokens
+            return self._launch(batch, rows, after, before)
         except BaseException:
             self.attention.abandon()
             raise
 
-    def _computed_in_order(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        tokens, positions, kept = array("q"), array("q"), array("q")
-        spans: list[Span] = []
-        points: list[SamplePoint] = []
-        decodes, is_constrained, is_embedding = 0, False, False
-        for row in rows:
-            count, first, point = len(row.tokens), row.first_position, row.point
-            spans.append(Span(first, count, row.blocks))
+    def _launch(
+        self, batch: DecodeBatch | None, rows: Sequence[Row], after: Int64s | None, before: Launched | None
+    ) -> Launched:
+        decodes = count = 0 if batch is None else len(batch)
+        tokens, positions, kept = array("q"), array("q"), array("q", range(count))
+        if batch is not None:
+            tokens.frombytes(batch.tokens.tobytes())
+            positions.frombytes(batch.first.tobytes())
+        sampling, spans = [*range(count)], list[Span]()
+        unknown = [] if after is None else [(row, at) for row, at in enumerate(after.tolist()) if at >= 0]
+        is_embedding = any(row.point is not None and row.point.sampling.embeds for row in rows)
+        are_likely = batch is not None and not is_embedding and are_likeliest(batch)
+        points = [] if batch is None or are_likely else batch.group.points(batch)
+        for at, row in enumerate(rows, count):
+            length, first = len(row.tokens), row.first_position
+            spans.append(Span(first, length, row.blocks))
+            if row.after >= 0:
+                unknown.append((len(tokens), row.after))
             tokens.extend(row.tokens)
-            if count == 1:
+            if length == 1:
                 decodes += 1
                 positions.append(first)
             else:
-                positions.extend(range(first, first + count))
-            if point is not None:
-                points.append(point)
+                positions.extend(range(first, first + length))
+            if row.point is not None:
+                points.append(row.point)
+                sampling.append(at)
                 kept.append(len(tokens) - 1)
-                is_constrained = is_constrained or bool(point.sampling.grammar)
-                is_embedding = is_embedding or point.sampling.embeds
-        self.attention.begin(spans, decodes)
+        self.attention.begin(spans, decodes, batch)
         if self._tap is not None:
             self._tap.begin(rows)
-        masks = self._grammars.begin(points) if is_constrained and self._grammars is not None else None
+        is_constrained = any(point.sampling.grammar for point in points)
+        waits = bool(unknown) and (is_constrained or any(map(is_steered, points)))
+        masks = None
+        if is_constrained and self._grammars is not None and not waits:
+            masks = self._grammars.begin(points)
         arrays = tokens, positions, kept
         packed = [torch.frombuffer(each or _NONE, dtype=torch.int64)[: len(each)] for each in arrays]
-        logits = self._forward(*packed)
+        if before is not None and unknown:
+            places, told = torch.tensor(unknown).T
+            packed[0] = to_device(packed[0], self._device)
+            packed[0][to_device(places, self._device)] = before.tokens(told.numpy())
+        logits, library = self._forward(*packed), self.attention.library
         if self.device_type == "cpu":
             self.attention.end()
-        drawn = sample(logits, points, self.attention.library, masks) if points else []
+        hidden = logits.hidden
+        if is_embedding and hidden is not None:
+            hidden = hidden.clone()  # The next step overwrites it.
+
+        def choose() -> Chosen:
+            late = self._grammars.begin(points) if waits and self._grammars is not None else masks
+            if are_likely:
+                return choose_likeliest(logits, count, points, library, late)
+            return choose_tokens(logits, points, library, late)
+
+        finish = (lambda drawn: with_hidden(drawn, points, hidden)) if is_embedding else None
+        ticket = Launched(count + len(rows), sampling, choose, finish, plain_rows=count)
+        if not waits:
+            ticket.choose()
         if self.device_type != "cpu":  # Submit the sampling to a GPU before waiting for the step.
             self.attention.end()
-        if is_embedding:
-            drawn = with_hidden(drawn, points, logits.hidden)
-        if len(drawn) != len(rows):
-            following = iter(drawn)
-            drawn = [None if row.point is None else next(following) for row in rows]
-        if self._tap is not None:
-            self._tap.attach(drawn)
-        return drawn
+        return ticket
+
+
+def _is_chunk(row: Row) -> bool:
+    return len(row.tokens) > 1
 
 
 def _is_swapped(pie: PieSettings, layers: Sequence[LayerShape], *, can_swap_blocks: bool) -> bool:

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from services.worker.core.decodes import DecodeBatch
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.drawing import draw, draw_natively, wish_of
 from services.worker.engine.native.library import NativeDraw
+from services.worker.engine.paged import to_device
 from shared.errors import InternalError
 from shared.grammars import Words
 from shared.messages.tokens import TokenLogprobs
@@ -42,7 +44,7 @@ class Logits:
     """`[rows, hidden size]`: input of the model's head, after its last norm."""
 
 
-def _is_steered(point: SamplePoint) -> bool:
+def is_steered(point: SamplePoint) -> bool:
     """Return whether `penalize` may change the point's logits."""
     how = point.sampling
     return bool(
@@ -114,7 +116,7 @@ def _occurrences(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return row and token id of each token in `texts`, int64 `[all tokens]`; text `i` is of `rows[i]`."""
     row = torch.repeat_interleave(_int64(rows), _int64(len(text) for text in texts))
-    return row.to(device), _int64(chain.from_iterable(texts)).to(device)
+    return to_device(row, device), to_device(_int64(chain.from_iterable(texts)), device)
 
 
 def _int64(numbers: Iterable[int]) -> torch.Tensor:
@@ -124,7 +126,7 @@ def _int64(numbers: Iterable[int]) -> torch.Tensor:
 
 
 def _floats(values: Sequence[float], logits: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=logits.device)
+    return to_device(torch.tensor(values, dtype=torch.float32), logits.device)
 
 
 def _write(logits: torch.Tensor, row: torch.Tensor, token: torch.Tensor, after: torch.Tensor) -> None:
@@ -192,13 +194,23 @@ def sample(
     """Return one token per row; None if the row's highest logit is not finite.
 
     Changes `found` in place. `library`: the native library, for logits on the CPU."""
-    logits, is_steered = found.values.float(), False
+    return choose_tokens(found, points, library, masks).answers()
+
+
+def choose_tokens(
+    found: Logits,
+    points: Sequence[SamplePoint],
+    library: CDLL | None = None,
+    masks: "RowMasks | None" = None,
+) -> "Chosen":
+    """`sample` without waiting for the device, where the parameters allow it."""
+    logits, steered = found.values.float(), False
     tops: dict[int, int] = {}
     drawn: list[int] = []
     wishes: list[NativeDraw] = []
     forced: list[int] = []
     for row, point in enumerate(points):
-        is_steered = is_steered or _is_steered(point)
+        steered = steered or is_steered(point)
         if point.sampling.top_logprobs is not None:
             tops[row] = point.sampling.top_logprobs
         if point.index < 0:
@@ -207,26 +219,52 @@ def sample(
             drawn.append(row)
             wishes += [wish_of(row, point)] if library is not None else []
     measured = list(tops)
-    raw = logits[measured] if tops else logits[:0]
-    if is_steered:
+    raw = logits[to_device(_int64(measured), logits.device)] if tops else logits[:0]
+    if steered:
         penalize(logits, points)
     masked = () if masks is None else (masks.rows, masks.wait())
     highest, tokens = found.highest, found.likeliest
-    if masked and (drawn or is_steered or highest is None):
+    if masked and (drawn or steered or highest is None):
         mask_rows(logits, *masked, library)
-    if highest is None or tokens is None or is_steered:
+    if highest is None or tokens is None or steered:
         highest, tokens = likeliest(logits, library, range(len(points)))
     elif masked:
         highest[masked[0]], tokens[masked[0]] = likeliest(logits, library, *masked)
     if drawn and library is not None:
         tokens[drawn] = torch.tensor(draw_natively(library, logits.contiguous(), highest, wishes))
     elif drawn:
-        rows = torch.tensor(drawn, device=logits.device)
+        rows = to_device(torch.tensor(drawn), logits.device)
         tokens[rows] = draw(logits[rows] - highest[rows, None], [points[row] for row in drawn])
     for row in forced:
         tokens[row] = points[row].forced or 0
-    logprobs = measure(raw, tokens[measured], list(tops.values())) if tops else []
-    return _answers(tokens, highest, dict(zip(tops, logprobs, strict=True)))
+    return Chosen(tokens, highest, raw, tops)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Sampled tokens on their device."""
+
+    tokens: torch.Tensor
+    """int64 `[rows]`."""
+    highest: torch.Tensor
+    raw: torch.Tensor
+    """Raw logits of the rows in `tops`."""
+    tops: Mapping[int, int]
+    """Number of log-probabilities by row."""
+
+    def told(self) -> torch.Tensor:
+        """Return the tokens and whether each is one, int64 `[2, rows]`."""
+        return torch.stack([self.tokens, self.highest.isfinite().to(self.tokens.dtype)])
+
+    def answers(self, told: torch.Tensor | None = None, first: int = 0) -> list[Sampled | None]:
+        """Wait for the tokens from row `first` on. `told`: a copy of what that method returns."""
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self.tops:
+            found = measure(self.raw, self.tokens[list(self.tops)], list(self.tops.values()))
+            logprobs = dict(zip(self.tops, found, strict=True))
+        each = (self.told() if told is None else told)[:, first:].tolist()
+        rows = enumerate(zip(*each, strict=True), first)
+        return [Sampled(token, logprobs.get(row)) if is_finite else None for row, (token, is_finite) in rows]
 
 
 def take_likeliest(
@@ -237,19 +275,44 @@ def take_likeliest(
     Return None if any of `points` needs more than the likeliest token."""
     for point in points:
         how = point.sampling
-        if how.temperature > 0 or how.top_logprobs is not None or point.index < 0 or _is_steered(point):
+        if how.temperature > 0 or how.top_logprobs is not None or point.index < 0 or is_steered(point):
             return None
     highest, tokens = likeliest(logits.float(), library, rows)
-    return _answers(tokens, highest, {})
+    return Chosen(tokens, highest, logits[:0], {}).answers()
 
 
-def _answers(
-    tokens: torch.Tensor, highest: torch.Tensor, logprobs: Mapping[int, TokenLogprobs]
-) -> list[Sampled | None]:
-    """Return the rows' tokens and log-probabilities, in one copy, as each copy waits for a GPU."""
-    told = torch.stack([tokens, highest.isfinite().to(tokens.dtype)]).tolist()
-    rows = enumerate(zip(*told, strict=True))
-    return [Sampled(token, logprobs.get(row)) if is_finite else None for row, (token, is_finite) in rows]
+def are_likeliest(batch: DecodeBatch) -> bool:
+    """Return whether each token of a batch is the likeliest one, whatever came before."""
+    group = batch.group
+    if group.engine_note is None:
+        points = [SamplePoint(each, 0, each.min_tokens) for each in group.samplings]
+        needs_more = (
+            is_steered(each) or each.sampling.grammar or each.sampling.temperature for each in points
+        )
+        group.engine_note = not any(needs_more), max(each.min_tokens for each in group.samplings)
+    are_plain, least = group.engine_note
+    return are_plain and (not least or bool((batch.first + 1 - group.prompts).min() >= least))
+
+
+def choose_likeliest(
+    found: Logits,
+    rows: int,
+    points: Sequence[SamplePoint],
+    library: CDLL | None,
+    masks: "RowMasks | None" = None,
+) -> "Chosen":
+    """Choose the likeliest token for the first `rows`, and `choose_tokens` for the points after them."""
+    highest, tokens = found.highest, found.likeliest
+    if highest is None or tokens is None:
+        highest, tokens = likeliest(found.values.float(), library, range(len(found.values)))
+    first = Chosen(tokens[:rows], highest[:rows], found.values[:0], {})
+    if not points:
+        return first
+    others = Logits(found.values[rows:], highest[rows:], tokens[rows:])
+    rest = choose_tokens(others, points, library, masks)
+    tops = {rows + row: top for row, top in rest.tops.items()}
+    chosen = torch.cat((first.tokens, rest.tokens))
+    return Chosen(chosen, torch.cat((first.highest, rest.highest)), rest.raw, tops)
 
 
 def with_hidden(

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from services.worker.core.costs import CostModel, find_cost, split_singles
 from services.worker.core.costs.fitted import RemoteCost
 from services.worker.core.sampling import Sampled, SamplePoint
-from services.worker.engine.contract import RemoteMeter, RemoteTokens, Row
+from services.worker.engine.contract import RemoteMeter, RemoteTokens, Row, StepRows, Ticket
 from services.worker.engine.partition import Homes, split
 from services.worker.engine.spans import PackedSpans, Span, pack
 from services.worker.kv.core.block_pool import BlockPool
@@ -78,6 +78,9 @@ class SimulatedEngine:
         self._served_s = 0.0
         """Seconds of serving debtors since the last step, by the cost model."""
         self._serving = threading.Lock()
+        self.overlaps, self._due_s = True, 0.0
+        self._before: Sequence[Sampled | None] | None = None
+        """The tokens of the step submitted last."""
 
     @classmethod
     def of(
@@ -121,16 +124,39 @@ class SimulatedEngine:
         """Return a pool of the engine's blocks."""
         return BlockPool(self.kv_blocks, self.block_tokens)
 
-    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+    def step(self, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         """See `Engine`. Raises CreditorLost, or InternalError if blocks hold other tokens than the row's."""
-        divided = self._divided(rows)
+        took_s = self._took_s(rows)
         for row in rows:
             self._write(row)
+        self._sleep(took_s)
+        return self._told(rows)
+
+    def submit(self, rows: StepRows) -> "Ticket":
+        """See `OverlappingEngine`. Blocks are written when the step is over. Raises CreditorLost."""
+        known = rows if self._before is None else rows.known(self._before)
+        due_s = max(time.monotonic(), self._due_s) + self._took_s(known)
+        self._due_s, self._before = due_s, self._told(known)
+        return _Ticket(self, known, due_s, self._before)
+
+    def end(self, rows: Sequence[Row], due_s: float) -> None:
+        """Wait until then, and write the rows."""
+        left_s = due_s - time.monotonic()
+        if left_s > 0:
+            self._sleep(left_s)
+        for row in rows:
+            self._write(row)
+
+    def _took_s(self, rows: Sequence[Row]) -> float:
+        """Run the creditors' parts of a step; return the seconds that the step takes."""
+        divided = self._divided(rows)
         work = split_singles([(row.first_position, row.first_position + len(row.tokens)) for row in rows])
         took_s = self._cost.step_s(*work) if divided is None else self._divided_s(divided, *work)
         with self._serving:
             served_s, self._served_s = self._served_s, 0.0
-        self._sleep((took_s + served_s) / self._speed)
+        return (took_s + served_s) / self._speed
+
+    def _told(self, rows: Sequence[Row]) -> list[Sampled | None]:
         return [None if row.point is None else self._sampled(row.point) for row in rows]
 
     def _write(self, row: Row) -> None:
@@ -215,6 +241,20 @@ class SimulatedEngine:
         if sampling.top_logprobs is None:
             return Sampled(token)
         return Sampled(token, TokenLogprobs(chosen=0.0, top=((token, 0.0),) if sampling.top_logprobs else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """A step that is over at `due_s`."""
+
+    engine: SimulatedEngine
+    rows: Sequence[Row]
+    due_s: float
+    tokens: Sequence[Sampled | None]
+
+    def result(self) -> Sequence[Sampled | None]:
+        self.engine.end(self.rows, self.due_s)
+        return self.tokens
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.core.decodes import DecodeBatch
 from services.worker.kv.core.block_pool import joined
 
 
@@ -47,14 +48,26 @@ def pack(spans: Sequence[Span], block_tokens: int, locate: Locate | None = None)
     bounds = np.array(
         [(span.first_position, span.count, len(span.blocks)) for span in spans], dtype=np.int32
     ).reshape(-1, 3)
+    blocks = joined([span.blocks for span in spans])
     first_position, counts, lengths = np.ascontiguousarray(bounds.T)
+    return pack_arrays(first_position, counts, lengths, blocks, block_tokens, locate)
+
+
+def pack_arrays(
+    first_position: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.int32],
+    lengths: npt.NDArray[np.int32],
+    blocks: npt.NDArray[np.int32],
+    block_tokens: int,
+    locate: Locate | None = None,
+) -> PackedSpans:
+    """`pack` spans that are arrays: `[spans]` each, and the `blocks` of all tables, of `lengths` blocks."""
     first_row, table_start = starts(counts), starts(lengths)
     key_end = first_position + counts
     if bool((key_end > lengths * block_tokens).any()):
         short = int(np.argmax(key_end > lengths * block_tokens))
         raise ValueError(f"{lengths[short]} blocks for positions up to {key_end[short]}")
-    blocks = joined([span.blocks for span in spans])
-    if first_row[-1] == len(spans):  # one token each
+    if first_row[-1] == len(counts):  # one token each
         positions, tables = first_position, table_start[:-1]
     else:
         shift = first_position - first_row[:-1]
@@ -72,6 +85,25 @@ def pack(spans: Sequence[Span], block_tokens: int, locate: Locate | None = None)
         blocks=blocks,
         slots=blocks[tables + block].astype(np.int64) * block_tokens + offset,
     )
+
+
+def pack_step(
+    batch: DecodeBatch | None, spans: Sequence[Span], block_tokens: int, locate: Locate | None = None
+) -> PackedSpans:
+    """`pack` the rows of a batch, if there is one, and then spans."""
+    if batch is None:
+        return pack(spans, block_tokens, locate)
+    group, count = batch.group, len(batch)
+    first, counts = batch.first.astype(np.int32), np.ones(count, dtype=np.int32)
+    lengths, blocks = group.table_blocks, group.blocks
+    if spans:
+        bounds = [(span.first_position, span.count, len(span.blocks)) for span in spans]
+        more = np.ascontiguousarray(np.array(bounds, dtype=np.int32).T)
+        first, counts, lengths = (
+            np.concatenate(each) for each in zip((first, counts, lengths), more, strict=True)
+        )
+        blocks = np.concatenate((blocks, joined([span.blocks for span in spans])))
+    return pack_arrays(first, counts, lengths, blocks, block_tokens, locate)
 
 
 def starts(lengths: npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:

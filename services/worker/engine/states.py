@@ -44,15 +44,16 @@ class StateTap:
             self.states[index] = hidden[first : first + count].float().mean(0)
         self.is_filled = True
 
-    def attach(self, sampled: list[Sampled | None]) -> None:
+    def attach(self, sampled: list[Sampled | None]) -> list[Sampled | None]:
         """Attach the states, as fp16 bytes, to the sampled tokens of the captured rows."""
         if not (self.count and self.is_filled):
-            return
+            return sampled
         packed = self.states.to(torch.float16).numpy()
         for index, row in enumerate(self._rows):
             token = sampled[row]
             if token is not None and token.token >= 0:
                 sampled[row] = token._replace(state=packed[index].tobytes())
+        return sampled
 
 
 def tap_of(config: object, every_tokens: int) -> StateTap | None:

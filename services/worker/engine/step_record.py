@@ -133,8 +133,9 @@ class StepRecord:
                 disk_blocks=disk,
                 peer_blocks=hit.peer_blocks,
             )
-        plan, chunks, decodes = work.queued.plan, [], []
-        for item in work.items:
+        plan, chunks = work.queued.plan, []
+        decodes = [] if work.decodes is None else list(work.decodes.group.refs)
+        for item in work.others:
             if item.is_decode:
                 decodes.append(item.sequence.ref)
             else:

@@ -198,7 +198,11 @@ class DecodeGraphs:
             return Logits(logits, hidden=hidden)
         rows = len(packed.first_position)
         batch = next(size for size in self._sizes if size >= rows)
-        self._arrays.fill(packed, batch, tokens.numpy(), positions.numpy())
+        if tokens.device.type == "cpu":
+            self._arrays.fill(packed, batch, tokens.numpy(), positions.numpy())
+        else:  # Some of them are the last step's, and known there only.
+            self._arrays.fill(packed, batch, 0, positions.numpy())
+            self._arrays.rows_of(batch)[0][:rows].copy_(tokens)
         logits, hidden = self._replay(batch)
         chosen = slice(rows) if kept.shape[0] == rows else paged.to_device(kept, logits.device)
         return Logits(logits[chosen], hidden=hidden[chosen])

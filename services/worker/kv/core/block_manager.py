@@ -364,6 +364,10 @@ class Inventory:
 
     def rank(self, node: Node) -> None:
         """Rank it again in each order of eviction, after a change."""
+        if node.busy and not node.is_shadow:
+            for order in self.orders:
+                order.discard(node)
+            return
         for tier, order in zip(Tier, self._orders, strict=True):
             if node.is_loose(tier) and not node.is_shadow:
                 order.add(node, group_of(node, tier))
@@ -385,9 +389,9 @@ class Inventory:
             self.borrowed_idle += by
 
     def _rank_with_parent(self, node: Node) -> None:
-        self.rank(node)
-        if node.parent is not None:
-            self.rank(node.parent)
+        for each in (node, node.parent):
+            if each is not None and (not each.busy or each.is_shadow):  # A block in use is in no order.
+                self.rank(each)
 
     def on_moved_block(self, block: int) -> None:
         """Note that a block whose host row is shared left or entered the device."""
