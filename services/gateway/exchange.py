@@ -93,6 +93,14 @@ class OpenChoice:
     exchange: "Exchange"
     heard_s: float = 0.0
     _told: tuple[int, StreamPhase, bool] = (0, StreamPhase.OPEN, False)
+    _terms: tuple[int, int] = (0, 0)
+    """Number of schedulers since the last new token, and the number of tokens."""
+
+    def outlasts(self, most: int) -> bool:
+        """Count a new scheduler; return whether more than `most` came and went without a new token."""
+        tokens = len(self.stream.tokens)
+        self._terms = (self._terms[0] + 1 if tokens == self._terms[1] else 1, tokens)
+        return self._terms[0] > most
 
     def has_news(self) -> bool:
         """Whether tokens, phase or acceptance have changed since the last call."""

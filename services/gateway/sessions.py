@@ -20,7 +20,7 @@ from services.gateway.text.tokenizer import Codec
 from shared import log, subjects
 from shared.bus import Bus
 from shared.clock import Clock
-from shared.errors import NoResponder, Overloaded
+from shared.errors import NoResponder, Overloaded, UnavailableError
 from shared.liveness import Start
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import (
@@ -45,6 +45,8 @@ from shared.messages.sequence import (
 from shared.messages.tokens import TokenFrame
 from shared.release import PROTOCOL
 
+_MOST_TERMS = 8
+"""Number of schedulers that a request without a new token outlasts."""
 _logger = log.get_logger("gateway.sessions")
 
 
@@ -239,6 +241,8 @@ class Sessions:
             found = {"scheduler": event.scheduler_id, "epoch": event.epoch, "resubmitted": len(self._open)}
             log.canonical(_logger, "scheduler announced", **found)
             for sequence in list(self._open.values()):
+                if sequence.outlasts(_MOST_TERMS):
+                    sequence.exchange.fail(UnavailableError(f"{_MOST_TERMS} schedulers failed to serve this"))
                 self.apply(sequence, sequence.stream.submit(now_s))
 
     def on_worker_lost(self, event: WorkerLost) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
 
-from services.scheduler.core.effects import Effect, StepDown
+from services.scheduler.core.effects import Effect, NotePlaced, StepDown
 from services.scheduler.core.fleet import Fleet
 from services.scheduler.core.intake import Admission, Intake
 from services.scheduler.core.long_waits import OversizedWatch, Standstill, wanted
@@ -234,9 +234,25 @@ class SchedulerCore:
                 continue
             sequence.expected_tokens = expected
             pipeline = self._roster.in_step(worker_id)
-            if pipeline is not None and sequence.limit_tokens <= pipeline.report.max_context_tokens:
+            if pipeline is None:
+                continue
+            if sequence.limit_tokens <= pipeline.report.max_context_tokens:
                 self._roster.place(sequence, pipeline, now_s)
         return self._after([], now_s)
+
+    def on_unplaced(self, question: int, now_s: float) -> list[Effect]:
+        """Place the sequences of a question that placement did not answer at the least loaded workers."""
+        roster, told = self._roster, list[Effect]()
+        for ref in roster.backlog.close(question, more=False, now_s=now_s):
+            sequence = roster.find(ref)
+            if sequence is None or sequence not in roster.backlog:
+                continue
+            pipeline = roster.least_loaded(sequence)
+            if pipeline is not None:
+                roster.place(sequence, pipeline, now_s)
+                told.append(NotePlaced(ref, pipeline.worker_id, "placement did not answer"))
+                told.append(roster.told_of(sequence, pipeline))
+        return [*self._after([], now_s), *told]
 
     def on_place_failed(self, question: int, error: PolicyFailed, now_s: float) -> list[Effect]:
         """Give up the sequences of a question for which the placement policy raised."""

@@ -216,6 +216,23 @@ class Roster:
         blocks = sum([-(-each.limit_tokens // report.block_tokens) for each in self.sequences.values()])
         return pipeline if blocks < pipeline.lasting_blocks else None
 
+    def least_loaded(self, sequence: Sequence) -> WorkerPipeline | None:
+        """Return the worker with the fewest sequences of those with room for this one, or None."""
+
+        def has_room(pipeline: WorkerPipeline) -> bool:
+            report, here = pipeline.report, self.of_worker(pipeline.worker_id)
+            limits = [each.limit_tokens for each in (*here, sequence)]
+            blocks = sum(-(-tokens // report.block_tokens) for tokens in limits)
+            return (
+                pipeline.sync is Sync.IN_STEP
+                and sequence.limit_tokens <= report.max_context_tokens
+                and self.roles.roles.get(pipeline.worker_id) != "decode"
+                and (not here or blocks <= pipeline.lasting_blocks)
+            )
+
+        found = [pipeline for pipeline in self.pipelines.values() if has_room(pipeline)]
+        return min(found, key=lambda pipeline: len(self._at.get(pipeline.worker_id, ())), default=None)
+
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence. Raises PolicyFailed if the policy cannot rank it; then nothing has changed."""
         assert sequence.key not in self.sequences

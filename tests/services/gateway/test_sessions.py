@@ -20,9 +20,9 @@ from services.gateway.text.choice_text import TextRules
 from services.gateway.text.tokenizer import Codec
 from shared import spans, subjects
 from shared.bus import Bus, Endpoint, Listener, tracing
-from shared.errors import InternalError, Overloaded
+from shared.errors import InternalError, Overloaded, UnavailableError
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
-from shared.messages.reports import SequenceFinished
+from shared.messages.reports import SchedulerAnnounced, SequenceFinished
 from shared.messages.sequence import FinishReason, Sampling, pack_tokens, proof_of
 from shared.messages.tokens import AcknowledgeEnds, TokenDelta, TokenFrame
 from tests.nats_server import NatsServer
@@ -140,6 +140,21 @@ def exchange_of(choices: int) -> Exchange:
 def accept(exchange: Exchange, at: int) -> None:
     exchange.sequences[at].stream.on_submitted(1, 0.0)
     exchange.changed.set()
+
+
+async def test_no_request_outlasts_schedulers_for_ever(desk: Sessions) -> None:
+    """One whose core failed in every term took it, again and again: it waited without end."""
+    served, waiting = desk.open(job(), "served"), desk.open(job(), "waiting")
+    for epoch in range(1, 20):
+        event = SchedulerAnnounced(scheduler_id="scheduler-0", incarnation=epoch, epoch=epoch, policy="p")
+        desk.on_scheduler_announced(event)
+        if epoch % 4 == 0:
+            desk.on_frame(said(served, 0, tuple(range(10, 10 + epoch // 4))))
+        assert served.failure is None
+        assert (waiting.failure is None) == (epoch <= 8)
+    assert isinstance(waiting.failure, UnavailableError)
+    with pytest.raises(UnavailableError, match="8 schedulers failed"):
+        waiting.check()
 
 
 async def test_admission_waits_for_all() -> None:
