@@ -6,9 +6,10 @@ Only this thread changes the core. Other threads reach it through its `Door`.
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 
-from services.worker.core.plans import WorkItem
+from services.worker.core.plans import StepWork, WorkItem
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled, SamplePoint
 from services.worker.cores import bind_to
 from services.worker.door import Door
@@ -16,6 +17,7 @@ from services.worker.engine.contract import Engine, Row
 from services.worker.engine.step_record import StepRecord
 from shared.errors import CreditorLost, InternalError
 from shared.recorder import Recorder
+from shared.watchdog import STUCK_S, Part
 
 
 class Occupancy:
@@ -42,6 +44,8 @@ class Occupancy:
 _log = logging.getLogger("kvasir.worker.runner")
 _TICK_S = 0.25
 _IS_ALIVE = attrgetter("sequence.alive")
+_PATIENCE, _UNFORESEEN_S = 20.0, 60.0
+"""A step may take this many times its foreseen duration; a step of unknown duration may take this long."""
 _MOST_BROKEN_STEPS = 3
 """Number of consecutive steps without a computed row after which the engine counts as broken."""
 
@@ -66,8 +70,13 @@ class Runner:
         lost_blocks: Callable[[CreditorLost], set[int]] = lambda _: set(),
         recorder: Recorder | None = None,
         remote_s: Callable[[], float] = lambda: 0.0,
+        account: Part | None = None,
+        stuck_s: float = STUCK_S,
     ) -> None:
-        """`remote_s` returns the total seconds that steps have waited for creditors."""
+        """`remote_s` returns the total seconds that steps have waited for creditors. `account` is told what
+        the thread does; less than `stuck_s` counts as progress."""
+        self._account = account or Part("engine")
+        self._stuck_s = stuck_s
         self._record = None if recorder is None else StepRecord(recorder)
         self._remote_s = remote_s
         self.door = door
@@ -109,6 +118,7 @@ class Runner:
 
     def _take_commands(self) -> None:
         """Run the waiting commands. Without a runnable plan, wait up to one tick for the next command."""
+        self._account.at("commands", self._stuck_s)
         can_run = self._core.has_plans and not self._core.is_held
         self.door.run_waiting(0.0 if can_run else _TICK_S)
         now_s = self._clock()
@@ -128,6 +138,7 @@ class Runner:
             self.occupancy.on_nothing()
             return
         rows = list(map(row_of, work.items))
+        self._account.at("a step", partial(self._allowed_s, work))
         began_s, remote_s = self._clock(), self._remote_s()
         tokens = self._compute(rows)
         ended_s = self._clock()
@@ -141,6 +152,10 @@ class Runner:
             self._core.on_kv_lost(gone, ended_s)
         is_more_to_do = any(map(_IS_ALIVE, work.items))
         self.occupancy.on_iteration(began_s, ended_s, is_more_to_do=is_more_to_do)
+
+    def _allowed_s(self, work: StepWork) -> float:
+        """Return the time after which a step counts as stuck."""
+        return max(self._stuck_s, _PATIENCE * self._core.foreseen_s(work) or _UNFORESEEN_S)
 
     def _compute(self, rows: Sequence[Row]) -> list[Sampled | None]:
         try:
