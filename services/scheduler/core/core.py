@@ -140,6 +140,8 @@ class SchedulerCore:
         """Begin a move. Raises InvalidRequest if it is impossible."""
         if self._deposed:
             raise InvalidRequest("this scheduler was replaced", param="moves")
+        if order.target in self._roster.reserved:
+            raise InvalidRequest(f"a sequence runs alone at {order.target}", param="moves")
         return self._after(self._moves.begin(order, now_s), now_s)
 
     def on_tokens(
@@ -234,7 +236,7 @@ class SchedulerCore:
                 continue
             sequence.expected_tokens = expected
             pipeline = self._roster.in_step(worker_id)
-            if pipeline is None:
+            if pipeline is None or pipeline.worker_id in self._roster.reserved:
                 continue
             if sequence.limit_tokens <= pipeline.report.max_context_tokens:
                 self._roster.place(sequence, pipeline, now_s)
@@ -296,6 +298,7 @@ class SchedulerCore:
         effects += self._pressure.on_tick(now_s)
         if not self._deposed:
             effects += self._shadowing.on_tick(now_s)
+            effects += self._roster.seat_alone(now_s)
         effects += self._standstill.on_tick(now_s)
         if now_s - self._expired_s > _EXPIRE_INTERVAL_S:
             self._expired_s = now_s
