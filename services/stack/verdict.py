@@ -14,7 +14,7 @@ _RECENT_S = 300.0
 """Time for which a crash is reported."""
 _SLOW = 5.0
 """A step this many times as long as those of the other workers is slow."""
-_SILENT_S, _ASIDE_S = 1.0, 5.0
+_SILENT_S, _ASIDE_S = 2.0, 5.0
 """Time without an answer, and off the bus or without a leader, after which it is reported."""
 Rows, Answers = Sequence[Mapping[str, Any]], Sequence[ServiceStatus]
 _NAMED = 3

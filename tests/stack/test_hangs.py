@@ -62,7 +62,7 @@ async def test_a_stopped_process_is_replaced(
 async def test_a_stopped_gateway_is_replaced(stack: RunningStack, undisturbed: list[Answer]) -> None:
     before = stack.child("gateway-0")["restarts"]
     stack.signal("gateway-0", signal.SIGSTOP)
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(3.5)
     said = await asyncio.to_thread(stack.command, "status")
     assert "well: no: gateway-0 hangs: no answer for " in said.stdout
     await asyncio.to_thread(stack.until_restarted, "gateway-0", restarts=before + 1)
