@@ -16,5 +16,5 @@ def monotonic_s() -> float:
 
 
 def unix_s() -> float:
-    """Return wall-clock seconds. Use only for display and `created` fields."""
+    """Return wall-clock seconds. Use only for display, `created` fields and the first epoch of a lease."""
     return time.time()

@@ -120,6 +120,10 @@ class NotLeader(UnavailableError):
     code = "not_leader"  # this instance is a standby
 
 
+class WorkerKilled(KvasirError):
+    code = "worker_killed"  # workers died whenever this request ran
+
+
 class PolicyFailed(KvasirError):
     code = "policy_failed"  # a policy raised; the message names both
 

@@ -1,9 +1,10 @@
 """Logging: console lines on a terminal, otherwise JSON lines. The root logger is `kvasir`. Each service logs
-one canonical line per request."""
+one canonical line per request, the gateway at `info`, the others at `debug`."""
 
 import logging
 import sys
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal
 
 import orjson
@@ -31,12 +32,16 @@ def configure(level: str, service: str, instance: str, log_format: LogFormat = "
     logging.captureWarnings(True)
 
 
-def canonical(logger: logging.Logger, event: str, **fields: Any) -> None:
+def canonical(logger: logging.Logger, event: str, *, _level: int = logging.INFO, **fields: Any) -> None:
     """Log the canonical line of a request, a start, a takeover or the like. Omit fields that are None."""
     for name in [*fields]:
         if fields[name] is None:
             del fields[name]
-    logger.info(event, extra={"fields": fields})
+    logger.log(_level, event, extra={"fields": fields})
+
+
+detail = partial(canonical, _level=logging.DEBUG)
+"""Logs a line of a request for which the gateway logs the canonical one."""
 
 
 class JsonFormatter(logging.Formatter):

@@ -133,6 +133,9 @@ class Counters:
         self.submits = metrics.counter(
             "kvasir_gateway_submits_total", "Submissions to the scheduler", ("outcome",)
         )
+        self.killers = metrics.counter(
+            "kvasir_gateway_worker_killers_total", "Requests refused because workers died whenever they ran"
+        )
         self._ignored = metrics.counter(
             "kvasir_gateway_ignored_total", "Requests that asked for what has no effect here", ("name",)
         )

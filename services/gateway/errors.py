@@ -18,6 +18,7 @@ from shared.errors import (
     Unauthorized,
     UnavailableError,
     UnknownModel,
+    WorkerKilled,
 )
 
 
@@ -102,7 +103,8 @@ def code_of(error: KvasirError) -> str | None:
 def body_of(error: KvasirError) -> dict[str, dict[str, str | None]]:
     """Return the error object. The text of internal errors stays in the log."""
     status, type_name = status_of(error)
-    message = error.message if status != 500 else "the server failed to answer; its log has the reason"
+    is_told = status != 500 or isinstance(error, WorkerKilled)
+    message = error.message if is_told else "the server failed to answer; its log has the reason"
     param = None if error.param is None else shown(error.param, 200)
     return {"error": {"message": shown(message), "type": type_name, "param": param, "code": code_of(error)}}
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from services.gateway.core.stream import Stream, StreamPhase
 from services.gateway.counters import ModelFigures
@@ -80,6 +81,8 @@ def deadline_of(header: str | None, default_s: float | None, longest_s: float, b
     return Deadline(began_s, timeout_s)
 
 
+ALONE_AFTER, REFUSED_AFTER = 2, 3
+"""Number of workers' deaths after which a request runs alone, and after which it fails."""
 _logger = log.get_logger("gateway.exchange")
 
 
@@ -92,13 +95,30 @@ class OpenChoice:
     sampling: Sampling
     exchange: "Exchange"
     heard_s: float = 0.0
+    deaths: int = 0
+    """Number of workers that died while they ran it."""
     _told: tuple[int, StreamPhase, bool] = (0, StreamPhase.OPEN, False)
+    _terms: tuple[int, int] = (0, 0)
+    """Number of schedulers since the last new token, and the number of tokens."""
+
+    def outlasts(self, most: int) -> bool:
+        """Count a new scheduler; return whether more than `most` came and went without a new token."""
+        tokens = len(self.stream.tokens)
+        self._terms = (self._terms[0] + 1 if tokens == self._terms[1] else 1, tokens)
+        return self._terms[0] > most
 
     def has_news(self) -> bool:
         """Whether tokens, phase or acceptance have changed since the last call."""
         now = (len(self.stream.tokens), self.stream.phase, self.stream.accepted)
         told, self._told = self._told, now
         return told != now
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Digest of the tenant, model and prompt."""
+        exchange = self.exchange
+        about = f"{exchange.tenant.name}/{exchange.model}/".encode()
+        return blake2b(about + self.prompt, digest_size=16).digest()
 
     def spec(self, gateway_id: str, gateway_incarnation: int, now_s: float) -> SequenceSpec:
         exchange = self.exchange
@@ -119,6 +139,7 @@ class OpenChoice:
             capability=self.stream.capability,
             heir_digest=exchange.heir_digest,
             is_resumed=exchange.is_resumed or self.stream.accepted,
+            runs_alone=self.deaths >= ALONE_AFTER,
             traceparent=spans.current_traceparent(),
         )
 

@@ -77,13 +77,14 @@ class Status:
 
     async def status(self, _: Empty) -> ServiceStatus:
         sessions, now_s = self._sessions, self._sessions.now_s()
-        scheduler = sessions.scheduler
+        scheduler, refused = sessions.scheduler, sessions.refused
         details: dict[str, Any] = {
             **self._told,
             "active": sessions.active,
             "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else "away",
             "heartbeats": sessions.dispatch.heartbeats,
             "unready": "; ".join(sessions.unready_reasons()),
+            "trouble": f"requests that killed workers, and are refused: {len(refused)}" if refused else "",
             "workers": sessions.workers.rows(now_s),
         }
         return status_of(self._bus, "gateway", monotonic_s() - self._began_s, details)

@@ -3,7 +3,7 @@ here; the bus side delivers events. `dispatch` carries out the effects."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from secrets import token_bytes
 
@@ -13,17 +13,26 @@ from services.gateway.core.views import SchedulerView, StackView, WorkerTable
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch
 from services.gateway.errors import ShuttingDown
-from services.gateway.exchange import NO_LEGACY, NONE, Deadline, Exchange, Legacy, OpenChoice
+from services.gateway.exchange import (
+    NO_LEGACY,
+    NONE,
+    REFUSED_AFTER,
+    Deadline,
+    Exchange,
+    Legacy,
+    OpenChoice,
+)
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.text.choice_text import NOT_GIVEN, ChoiceText
 from services.gateway.text.tokenizer import Codec
 from shared import log, subjects
 from shared.bus import Bus
 from shared.clock import Clock
-from shared.errors import NoResponder, Overloaded
+from shared.errors import NoResponder, Overloaded, UnavailableError, WorkerKilled
 from shared.liveness import Start
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import (
+    MOST_REFUSED,
     GatewayReported,
     SchedulerAnnounced,
     SequenceFinished,
@@ -44,7 +53,11 @@ from shared.messages.sequence import (
 )
 from shared.messages.tokens import TokenFrame
 from shared.release import PROTOCOL
+from shared.ttl_map import RecentMap
 
+_REFUSED_S = 600.0
+_MOST_TERMS = 8
+"""Number of schedulers that a request without a new token outlasts."""
 _logger = log.get_logger("gateway.sessions")
 
 
@@ -66,6 +79,8 @@ class Sessions:
         self.workers = WorkerTable(names, config.worker_timeout_s)
         self.stack = StackView()
         self.scheduler = SchedulerView(config.scheduler_timeout_s)
+        self._refused: RecentMap[bytes, bool] = RecentMap(_REFUSED_S, MOST_REFUSED)
+        """Fingerprints of requests that killed workers."""
         self.dispatch = Dispatch(config, bus, tasks, now_s, self.counters, self.apply)
 
     @property
@@ -137,10 +152,24 @@ class Sessions:
                 if (known := next(so_far, None)) is not None:
                     stream.take_over(unpack_tokens(known.tokens), known.finish_reason, known.cached_tokens)
                 exchange.sequences.append(OpenChoice(stream, packed, sampling, exchange))
+        if self._refused.items() and any(one.fingerprint in self.refused for one in exchange.sequences):
+            raise _killer(f"is refused for {_REFUSED_S / 60:.0f} minutes")
         for sequence in exchange.sequences:
             self._open[sequence.stream.key] = sequence
             self.apply(sequence, sequence.stream.submit(now_s))
         return exchange
+
+    @property
+    def refused(self) -> dict[bytes, bool]:
+        """Fingerprints of requests that killed workers lately, and whether this gateway saw it."""
+        self._refused.expire(self.now_s())
+        return dict(self._refused.items())
+
+    def refuse(self, fingerprints: Iterable[bytes], *, is_own: bool = False) -> None:
+        """Refuse requests that killed workers, as this gateway or another has seen."""
+        for name in fingerprints:
+            if self._refused.get(name, self.now_s()) is None:
+                self._refused.put(name, is_own, self.now_s())
 
     def _is_beyond_share(self, limit: int, tenant: Tenant) -> bool:
         """Whether the tenant has its share of the sequences in progress."""
@@ -173,7 +202,11 @@ class Sessions:
     def beat(self) -> None:
         me = self._bus
         event = GatewayReported(
-            gateway_id=me.instance, incarnation=me.incarnation, active=self.active, protocol=PROTOCOL
+            gateway_id=me.instance,
+            incarnation=me.incarnation,
+            active=self.active,
+            protocol=PROTOCOL,
+            refused=tuple(name for name, is_own in self.refused.items() if is_own),
         )
         self.dispatch.outbox.put(subjects.gateway_reported(me.instance), event)
         self.dispatch.heartbeats += 1
@@ -239,6 +272,8 @@ class Sessions:
             found = {"scheduler": event.scheduler_id, "epoch": event.epoch, "resubmitted": len(self._open)}
             log.canonical(_logger, "scheduler announced", **found)
             for sequence in list(self._open.values()):
+                if sequence.outlasts(_MOST_TERMS):
+                    sequence.exchange.fail(UnavailableError(f"{_MOST_TERMS} schedulers failed to serve this"))
                 self.apply(sequence, sequence.stream.submit(now_s))
 
     def on_worker_lost(self, event: WorkerLost) -> None:
@@ -270,6 +305,13 @@ class Sessions:
         for key, sequence in list(self._open.items()):
             effects = sequence.stream.on_worker_lost(worker, attempts.get(key), self.now_s())
             handed_over += bool(effects)
+            sequence.deaths += bool(effects)
+            if effects and sequence.deaths >= REFUSED_AFTER:
+                self.counters.killers.inc()
+                self.refuse([sequence.fingerprint], is_own=True)
+                log.canonical(_logger, "request kills workers", request_id=key[0], last=worker[0])
+                sequence.exchange.fail(_killer("failed"))
+                effects = sequence.stream.cancel()
             self.apply(sequence, effects)
         found = {"worker": worker[0], "incarnation": worker[1], "handed_over": handed_over}
         log.canonical(_logger, "worker gone", **found)
@@ -319,3 +361,7 @@ class Sessions:
             model=sequence.exchange.model,
         )
         self.dispatch.outbox.put(subjects.GATEWAY_FINISHED, event)
+
+
+def _killer(fate: str) -> WorkerKilled:
+    return WorkerKilled(f"{REFUSED_AFTER} workers died while they ran this request, which therefore {fate}")

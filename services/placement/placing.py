@@ -16,7 +16,7 @@ from shared.bus import Bus, fenced, status_of
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidMessage, InvalidRequest, KvasirError
 from shared.liveness import AwakeClock
-from shared.log import canonical, get_logger
+from shared.log import canonical, detail, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import Placements, PlaceSequences
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, SequenceMoved
@@ -83,7 +83,7 @@ class Placement:
         expected: dict[SequenceRef, int] = {}
         for choice in self.fleet.choices:
             expected[choice.item.ref] = choice.expected_tokens
-            canonical(
+            detail(
                 _log,
                 "route",
                 ref=str(choice.item.ref),

@@ -16,7 +16,7 @@ from shared import subjects
 from shared.bus import Bus, fenced
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError
-from shared.log import canonical, get_logger
+from shared.log import canonical, detail, get_logger
 from shared.messages.commands import PlaceSequences
 from shared.messages.moves import MoveMode, SequenceMove, SequenceMoved, WorkerRoles
 from shared.messages.plans import WorkerStepped
@@ -146,7 +146,7 @@ class RolePlacement(Placement):
             "stays_s": round(one.choice.stays_s, 4),
             "costs_s": {name: round(cost_s, 4) for name, cost_s in one.choice.costs_s[:_SHOWN_COSTS]},
         }
-        canonical(_log, "hand-over", ref=str(one.ref), **fields)
+        detail(_log, "hand-over", ref=str(one.ref), **fields)
         ref = {"choice": one.ref.choice, "attempt": one.ref.attempt}
         self._bus.recorder.note("hand-over", one.ref.request_id, **ref, **fields)
 

@@ -15,7 +15,14 @@ from services.scheduler.reporting import TermReport
 from shared import metrics, subjects
 from shared.bus import Bus
 from shared.bus.tracing import in_context
-from shared.errors import KvasirError, Overloaded, PolicyFailed, UnavailableError
+from shared.errors import (
+    DeadlineExceeded,
+    KvasirError,
+    NoResponder,
+    Overloaded,
+    PolicyFailed,
+    UnavailableError,
+)
 from shared.log import get_logger
 from shared.messages.base import Message
 from shared.messages.commands import LengthPrediction, Placements, PlaceSequences, PredictLength, TakeSnapshot
@@ -29,8 +36,10 @@ MOST_MODELS = 64
 _RETRY_S = 1.0
 _MAX_PREDICTIONS = 64
 """Maximum open predictions; beyond it a sequence gets none."""
+_PLACEMENT_S = 0.2
+"""Deadline of placement; then the least loaded worker is taken."""
 _ANSWER_S = 1.0
-"""Deadline of placement, which is then asked again, and of a prediction, for which nothing waits."""
+"""Deadline of a prediction, for which nothing waits."""
 _SNAPSHOT_S = 2.0
 """Deadline of a worker's snapshot or tokens, in seconds."""
 
@@ -99,7 +108,7 @@ class Cell:
         expected_tokens: tuple[int, ...] = ()
         try:
             reply = await self._bus.request(
-                subjects.PLACEMENT_PLACE, command, Placements, deadline_s=_ANSWER_S
+                subjects.PLACEMENT_PLACE, command, Placements, deadline_s=_PLACEMENT_S
             )
             worker_ids, expected_tokens = reply.worker_ids, reply.expected_tokens
             if question.question != NO_QUESTION:
@@ -108,6 +117,10 @@ class Cell:
                         self._report.placed(item.ref, worker_id)
         except PolicyFailed as error:
             self._feed(self, self.core.on_place_failed, question.question, error)
+            return
+        except (DeadlineExceeded, NoResponder) as error:
+            _log.debug("placement did not answer: %s", error)
+            self._feed(self, self.core.on_unplaced, question.question)
             return
         except KvasirError as error:
             _log.debug("placement did not answer: %s", error)

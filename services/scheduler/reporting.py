@@ -14,7 +14,7 @@ from services.scheduler.sequence_spans import SequenceSpans
 from shared import metrics, spans
 from shared.clock import monotonic_s
 from shared.errors import KvasirError
-from shared.log import canonical, get_logger
+from shared.log import canonical, detail, get_logger
 from shared.messages.commands import LengthPrediction
 from shared.messages.moves import SequenceMove, SequenceMoved
 from shared.messages.plans import BatchPlan
@@ -63,6 +63,9 @@ class TermReport:
         self._foreign = counter(
             "kvasir_scheduler_foreign_cancels_total", "Cancels of another gateway's sequence; ignored"
         )
+        self._unplaced = counter(
+            "kvasir_scheduler_placed_without_total", "Sequences placed without placement's answer"
+        )
         self._lost = counter("kvasir_scheduler_workers_lost_total", "Workers given up")
 
     def submitted(self, spec: SequenceSpec, *, known: bool, queued: int) -> None:
@@ -84,7 +87,7 @@ class TermReport:
     def refused(self, spec: SequenceSpec, error: KvasirError, costs_s: dict[str, float]) -> None:
         """Report a refusal and the cost of accepting it."""
         self._note("refused", spec.ref, error=error.code, costs_s=costs_s)
-        canonical(
+        detail(
             _log,
             "refused",
             ref=str(spec.ref),
@@ -123,6 +126,9 @@ class TermReport:
                 self._plan(worker_id, plan)
             case effects.SequenceLeft():
                 self._leave(effect)
+            case effects.NotePlaced(ref, worker_id, why):
+                self._unplaced.inc()
+                self._note("placed", ref, worker=worker_id, why=why)
             case effects.PublishWorkerLost(lost):
                 self._lose(lost)
             case effects.PublishPrepared(prepared):
@@ -138,7 +144,7 @@ class TermReport:
                 served_s, costs_s = dict(turn.served_s), dict(turn.costs_s)
                 self._note("turn", ref, tenant=turn.tenant, served_s=served_s, costs_s=costs_s)
                 shown = {"served_s": _rounded(served_s), "costs_s": _rounded(costs_s)}
-                canonical(_log, "turn", ref=str(ref), tenant=turn.tenant, **shown)
+                detail(_log, "turn", ref=str(ref), tenant=turn.tenant, **shown)
             case effects.NoteForeign(gateway_id, ref):
                 self._foreign.inc()
                 _log.warning("%s would have cancelled %s, which is another gateway's", gateway_id, ref)
@@ -282,7 +288,7 @@ class TermReport:
         self._waited_s += max(0.0, left.queued_s)
         if left.worker_id is not None and left.held_s > 0:
             self._count_service(left)
-        canonical(
+        detail(
             _log,
             "sequence",
             ref=str(left.ref),

@@ -10,7 +10,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.leader_term import HANDLERS as TERM_HANDLERS
 from services.scheduler.leader_term import Term
 from services.scheduler.policy import find_policy
-from shared import subjects
+from shared import subjects, watchdog
 from shared.bus import Bus, Lease, Listener, recorder_handlers, status_handlers, status_of
 from shared.clock import monotonic_s
 from shared.errors import NotLeader, PolicyFailed, UnavailableError
@@ -53,6 +53,7 @@ class SchedulerService:
         self._term: Term | None = None
         self._faults = PluginFaults()
         """Failures of terms."""
+        self._account = watchdog.part("lease")
 
     def on_worker_reported(self, report: WorkerReported) -> None:
         self._highest_epoch = max(self._highest_epoch, report.epoch)
@@ -85,7 +86,9 @@ class SchedulerService:
         await self._bus.watch_departures(self._on_gone)
         failures = 0
         while True:
+            self._account.at(f"waits for {_ROLE}", None)
             lease = await self._bus.acquire_lease(_ROLE, ttl_s=self._config.lease_ttl_s)
+            self._account.at(f"holds {_ROLE}", None)
             began_s, failure = monotonic_s(), None
             try:
                 failure = await self._lead(lease)

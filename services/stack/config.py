@@ -42,6 +42,7 @@ class StackConfig(ServiceConfig):
         le=65535,
         description="port of nats-server; unset: 4222, or a free one if that is taken",
     )
+    logs_mb: int = Field(default=256, ge=8, description="most megabytes of all logs")
     nats_max_payload_bytes: int = Field(
         default=8 * 1024 * 1024,
         ge=64 * 1024,
@@ -52,12 +53,12 @@ class StackConfig(ServiceConfig):
         default=1024, ge=16, description="maximum number of connections to nats-server"
     )
     nats_max_memory_store_bytes: int = Field(
-        default=16 * 1024 * 1024, gt=0, description="memory limit of JetStream; the stack uses none"
+        default=16 * 1024 * 1024, gt=0, description="memory limit of JetStream, which stores the leases"
     )
     nats_max_file_store_bytes: int = Field(
         default=64 * 1024 * 1024,
         ge=1024 * 1024,
-        description="disk limit of JetStream, which stores the leases",
+        description="disk limit of JetStream; the stack uses none",
     )
     tls: bool = Field(
         default=False,

@@ -11,10 +11,9 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from urllib.parse import urlsplit
 
 from services.stack.config import StackConfig
-from services.stack.probes import HttpProbe
+from services.stack.probes import HttpProbe, greeting
 from shared import subjects
 from shared.config import ENV_PREFIX, BusConfig, load
 from shared.errors import ConfigError, KvasirError, NoResponder
@@ -25,7 +24,6 @@ _PORT_VARIABLE = f"{ENV_PREFIX}GATEWAY__OPERATOR_PORT"
 _DEFAULT_PORT = "8081"
 _CONNECT_S = 3.0
 _ANSWER_S = 2.0
-_GREETING = b"INFO {"
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
@@ -68,20 +66,14 @@ async def _gateway(port: int) -> str:
 
 
 async def _nats(config: BusConfig) -> str:
-    """Check the greeting, which a server sends before authentication."""
-    from shared.bus.link import tls_options  # imported late, as below
-
-    address = urlsplit(config.url)
-    encrypted = tls_options(config).get("tls") if config.tls_handshake_first else None
+    """Check the greeting of nats-server."""
     try:
         async with asyncio.timeout(_CONNECT_S):
-            reader, writer = await asyncio.open_connection(address.hostname, address.port, ssl=encrypted)
-            greeting = await reader.read(len(_GREETING))
-            writer.close()
+            await greeting(config)
+    except ValueError as error:
+        raise NoResponder(str(error)) from None
     except (OSError, TimeoutError) as error:
         raise NoResponder(f"no greeting from {config.url}: {error or 'too late'}") from None
-    if greeting != _GREETING:
-        raise NoResponder(f"what listens at {config.url} is no nats-server")
     return "greets"
 
 

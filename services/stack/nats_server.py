@@ -66,7 +66,7 @@ def binary() -> str:
 
 
 def config_text(config: StackConfig, access: BusAccess, store: Path) -> str:
-    """Return the server's configuration: loopback, an account, one user per instance, JetStream on files. The
+    """Return the server's configuration: loopback, an account, one user per instance, JetStream. The
     system account has no user and exports connection events. No user has all permissions, and none lacks a
     password."""
     return f"""\
@@ -92,7 +92,11 @@ accounts {{
       {{ stream: {{ account: SYS, subject: "{_ADVISORIES}.CONNECT" }}, to: "{subjects.BUS_CONNECTED}" }}
       {{ stream: {{ account: SYS, subject: "{_ADVISORIES}.DISCONNECT" }}, to: "{subjects.BUS_DISCONNECTED}" }}
     ]
-    jetstream {{ max_file: {config.nats_max_file_store_bytes}, max_streams: 1 }}
+    jetstream {{
+      max_mem: {config.nats_max_memory_store_bytes}
+      max_file: {config.nats_max_file_store_bytes}
+      max_streams: 1
+    }}
 {_USERS_BEGIN}{users_text(access.credentials.nats_passwords)}{_USERS_END}  }}
 }}
 """

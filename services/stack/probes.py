@@ -1,13 +1,18 @@
-"""Readiness probes of children. A probe returns what is still missing, or None. They use bare sockets,
-because they run while everything else starts on the same cores."""
+"""Probes of children. A readiness probe returns what is still missing, or None. They use bare sockets,
+because they run while everything else starts on the same cores, and when the bus hangs."""
 
 import asyncio
 import contextlib
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
+from shared.config import BusConfig
+
+_GREETING = b"INFO {"
 _DEADLINE_S = 2.0
 _MAX_ANSWER_BYTES = 65_536
 
@@ -18,6 +23,37 @@ class Probe(Protocol):
     async def obstacle(self, age_s: float) -> str | None:
         """Return why a child of this age is not ready, in a few words, or None if it is."""
         ...
+
+
+Life = Callable[[int], Awaitable[dict[str, Any]]]
+"""Returns the account (`shared.watchdog`; empty if it has none) of the process with that pid, if it works.
+Raises OSError or ValueError; the caller sets a deadline."""
+
+
+async def greeting(config: BusConfig, _: int = 0) -> dict[str, Any]:
+    """Wait for the greeting that nats-server sends before authentication."""
+    from shared.bus.link import tls_options  # slow to import
+
+    address = urlsplit(config.url)
+    encrypted = tls_options(config).get("tls") if config.tls_handshake_first else None
+    reader, writer = await asyncio.open_connection(address.hostname, address.port, ssl=encrypted)
+    try:
+        if await reader.read(len(_GREETING)) != _GREETING:
+            raise ValueError(f"what listens at {config.url} is no nats-server")
+    finally:
+        writer.close()
+    return {}
+
+
+async def seed_answers(path: Path, _: int) -> dict[str, Any]:
+    """Wait until the seed closes the connection after an invalid request."""
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    try:
+        writer.write(b"\n")
+        await reader.read()
+    finally:
+        writer.close()
+    return {}
 
 
 @dataclass(frozen=True)

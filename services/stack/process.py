@@ -50,6 +50,13 @@ def name_process(name: str, argv: Sequence[str]) -> None:
             ctypes.memmove(first, line.ljust(end - first, b"\0"), end - first)
 
 
+def is_traced(pid: int) -> bool:
+    """Return True if a debugger holds the process."""
+    with contextlib.suppress(OSError):
+        return "\nTracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
 def become_subreaper() -> bool:
     """Make orphaned descendants children of this process; return False if unsupported."""
     return _libc is not None and _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0

@@ -1,18 +1,21 @@
 """Run directory: lock, state, credentials and logs of one stack. The supervisor holds `lock` (flock) while it
 lives, which proves that it runs, and alone writes `state.json`. `credentials.json` is created once, readable
-only by its owner."""
+only by its owner. The supervisor survives deletions: it answers on a socket, and writes its files again."""
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared import watchdog
 from shared.errors import ConfigError
 from shared.subjects import OPERATOR, permissions_of
 
@@ -22,9 +25,10 @@ DEFAULT_RUN_DIR = ROOT / ".run"
 _KEPT_LOGS = 3
 _PROBE_BYTES = 65_536
 _LEAST_FREE_BYTES = 100_000_000
+_LOW_BYTES, _LOW_SHARE = 500_000_000, 0.05
+_RESTORED_S, _POLL_S = 3.0, 0.05
+"""Time in which a supervisor writes a deleted file again."""
 _ELSEWHERE = "; make room there, or name another folder with --run-dir"
-LOG_LIMIT_BYTES = 64 * 1024 * 1024
-"""Limit of one log while a stack runs; one older part of that size is kept."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class RunDirectory:
         self.roll_file = self.path / "roll.json"
         self._lock_file = self.path / "lock"
         self._lock: int | None = None
+        self.supervisor = f"stack-{hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]}"
+        """Name under which the supervisor answers (`shared.watchdog`), also without the lock's file."""
 
     @property
     def is_default(self) -> bool:
@@ -80,7 +86,13 @@ class RunDirectory:
             )
 
     def acquire(self) -> bool:
-        """Take the lock for the life of this process; return False if another process holds it."""
+        """Take the lock for the life of this process, anew if its file was deleted; return False if another
+        process holds it."""
+        with contextlib.suppress(OSError):
+            if self._lock is not None and os.path.samestat(os.fstat(self._lock), self._lock_file.stat()):
+                return True
+        if self._lock is None and self._answering() is not None:
+            return False
         descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,6 +101,7 @@ class RunDirectory:
             return False
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        self.release()
         self._lock = descriptor
         return True
 
@@ -100,15 +113,27 @@ class RunDirectory:
 
     def holder(self) -> int | None:
         """Return the pid of the running supervisor, or None."""
-        if not self._lock_file.exists():
-            return None
-        with self._lock_file.open("r+") as file:
+        with contextlib.suppress(FileNotFoundError), self._lock_file.open("r+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 text = file.read().strip()
-                return int(text) if text.isdigit() else None
-        return None
+                return int(text) if text.isdigit() else self._answering()
+        return self._answering()
+
+    def _answering(self) -> int | None:
+        """Return the pid of the supervisor that answers for this folder, or None."""
+        return next((pid for pid in watchdog.pids(self.supervisor) if pid != os.getpid()), None)
+
+    def low_disk(self) -> str:
+        """Return how little room the disk has, if it is little, or an empty string."""
+        try:
+            usage = shutil.disk_usage(self.path)
+        except OSError as error:
+            return f"the run directory {self.path} cannot be read: {error.strerror}"
+        if usage.free >= max(_LOW_BYTES, _LOW_SHARE * usage.total):
+            return ""
+        return f"the disk of {self.path} has {usage.free / 1e6:.0f} MB left"
 
     def read_state(self) -> dict[str, Any]:
         """Return the state last written by a supervisor; empty if unreadable."""
@@ -128,19 +153,52 @@ class RunDirectory:
 
     def credentials(self, *instances: str) -> Credentials:
         """Return the secrets of the operator, of known instances and of these, creating missing ones.
-        Passwords begin with a letter, because NATS parses $ and digits."""
+        Passwords begin with a letter, because NATS parses $ and digits. Raise ConfigError if the file cannot
+        be read: it is never overwritten, because clients and instances elsewhere know its secrets."""
         path = self.credentials_file
-        found = _read_object(path)
-        key, passwords = found.get("api_key"), found.get("nats_passwords")
-        known = passwords if isinstance(passwords, dict) else {}
+        until_s = time.monotonic() + _RESTORED_S
+        while not path.exists() and self._answering() is not None and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        found: dict[str, Any] = {}
+        try:
+            found = json.loads(path.read_text())
+            key, known = found["api_key"], dict(found["nats_passwords"])
+            if not isinstance(key, str):
+                raise TypeError("api_key is no text")
+        except FileNotFoundError:
+            key, known = None, {}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"the credentials in {path} cannot be read ({error!r}); restore the file, or move it away: "
+                "`up` then makes new ones, and every client needs the new key"
+            ) from None
         users = dict.fromkeys([OPERATOR, *filter(_is_user, known), *instances])
         credentials = Credentials(
-            api_key=key if isinstance(key, str) else f"sk-{secrets.token_hex(24)}",
+            api_key=f"sk-{secrets.token_hex(24)}" if key is None else key,
             nats_passwords={user: known.get(user) or f"p{secrets.token_hex(24)}" for user in users},
         )
         if credentials.__dict__ != found:
             _write_private(path, json.dumps(credentials.__dict__))
         return credentials
+
+    def restore(self, copies: dict[Path, str]) -> list[str]:
+        """Copy the files that nobody could make again, write those that were deleted, and return their names.
+        Raise OSError."""
+        missing = []
+        for path in {
+            self.credentials_file,
+            self.nats_config,
+            self.keys_file,
+            *self.path.glob("tls/*"),
+            *copies,
+        }:
+            if path.exists():
+                copies[path] = path.read_text()
+            elif path in copies:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _write_private(path, copies[path])
+                missing.append(path.name)
+        return missing
 
     def rotate_logs(self) -> None:
         """Rename `x.log` to `x.log.1` and so on, dropping the oldest."""
@@ -151,16 +209,22 @@ class RunDirectory:
                 if newer.exists():
                     newer.replace(older)
 
-    def trim_logs(self, limit_bytes: int = LOG_LIMIT_BYTES) -> list[str]:
-        """Move logs above the limit to `x.log.1` and empty them in place, since their writers append. Return
-        the names of trimmed logs. Lines written meanwhile may be lost."""
-        trimmed = []
-        for log in self.logs.glob("*.log"):
-            if log.stat().st_size > limit_bytes:
-                shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+    def trim_logs(self, most_bytes: int) -> None:
+        """Keep all logs within `most_bytes`. A log above a third of its share moves to `x.log.1`, and is then
+        emptied in place, since its writer appends: lines written meanwhile may be lost. Oldest parts go."""
+        logs = list(self.logs.glob("*.log"))
+        for log in logs:
+            if log.stat().st_size > most_bytes // (3 * len(logs)):
+                with contextlib.suppress(OSError):  # disk full
+                    shutil.copyfile(log, log.with_name(f"{log.name}.1"))
                 os.truncate(log, 0)
-                trimmed.append(log.stem)
-        return trimmed
+        parts = sorted(self.logs.glob("*.log*"), key=lambda part: (part in logs, part.stat().st_mtime))
+        excess_bytes = sum(part.stat().st_size for part in parts) - most_bytes
+        for part in parts:
+            if excess_bytes <= 0 or part in logs:
+                break
+            excess_bytes -= part.stat().st_size
+            part.unlink()
 
 
 def _is_user(name: str) -> bool:

@@ -52,7 +52,7 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool, names: S
         problem = error.message
     if as_json:
         services = [msgspec.to_builtins(answer) for answer in answers]
-        wrong = [problem] if problem else troubles(state["children"], answers, time.time())
+        wrong = [problem] if problem else troubles(state["children"], answers, time.time(), run.low_disk())
         whole = {"running": True, "stack": state, "services": services, "problem": problem}
         whole |= {"well": not wrong, "troubles": wrong}
         say(console, json.dumps(whole, indent=1))
@@ -91,7 +91,7 @@ def _show_summary(
     model = next((answer.details.get("model") for answer in answers if answer.service == "gateway"), "")
     model = model or state.get("model") or "?"
     rows = process_rows(state, answers)
-    well, *rest = verdict(state.get("children", []), answers, time.time())
+    well, *rest = verdict(state.get("children", []), answers, time.time(), run.low_disk())
     say(console, well)
     say(console, f"{state.get('phase')}, since {_ago(since_s)}: {state.get('url')}, model {model}")
     if "operator_url" in state:

@@ -12,9 +12,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from services.stack.probes import AliveProbe, Probe
-from services.stack.process import ChildProcess, Launch, describe_exit, start_program
+from services.stack.probes import AliveProbe, Life, Probe
+from services.stack.process import ChildProcess, Launch, describe_exit, is_traced, start_program
 from shared.errors import InternalError, KvasirError
+from shared.watchdog import BEAT_S, STUCK_S, Spell
 
 _ALIVE = AliveProbe()
 
@@ -29,6 +30,7 @@ class ChildSpec:
     env: Mapping[str, str]
     """Complete environment."""
     ready: Probe = _ALIVE
+    life: Life | None = None
     launch: Launch = start_program
     stage: int = 0
     """Higher stages are stopped first; all are started together."""
@@ -95,6 +97,11 @@ class Child:
     """True while it is stopped for an immediate restart."""
     renewals: int = 0
     """Number of such restarts."""
+    account: dict[str, Any] | None = None
+    """What the current process last answered."""
+    silence: Spell = field(default_factory=Spell)
+    hung: str = ""
+    """Why the current process was killed."""
 
     def __post_init__(self) -> None:
         self.wanted.set()
@@ -112,6 +119,8 @@ class Child:
             "crashed_unix_s": [round(at_s, 3) for at_s in self.crashed_unix_s],
             "took_s": round(self.took_s, 2) if self.took_s is not None else None,
             "started_unix_s": round(self.started_unix_s, 3),
+            "account": self.account or {},
+            "silent_s": round(self.silence.lasting_s, 1),
         }
 
 
@@ -121,6 +130,9 @@ COMPLAIN_FAILURES = 5
 """Consecutive deaths in a ready stack after which the reason is shown; restarts go on."""
 CONFIG_EXIT_CODE = 2
 """Exit code of a service with invalid configuration; a retry is pointless."""
+STARTING_STUCK_S = 60.0
+"""Time without an answer after which a process is replaced that is not ready: loading may hold the GIL."""
+_ANSWER_S = 0.5
 _PROBE_S = 0.05
 _KILL_WAIT_S = 5.0
 
@@ -166,7 +178,7 @@ class Supervisor:
         """Start every child; return at once."""
         for name, child in self.children.items():
             self._keepers[name] = asyncio.create_task(self._keep(child), name=f"keep {name}")
-        self._watcher = asyncio.create_task(self._watch(), name="watch readiness")
+        self._watcher = asyncio.create_task(self._watch(), name="watch readiness and progress")
 
     async def until_ready(self, timeout_s: float, on_tick: Callable[[], None] = lambda: None) -> None:
         """Wait until all children are ready. Raise StartFailed if one keeps dying, or after `timeout_s`."""
@@ -273,10 +285,16 @@ class Supervisor:
                 task.result()
 
     async def _watch(self) -> None:
-        """Probe running children that are not ready yet."""
+        """Probe running children: whether they become ready, and, less often, whether they hang."""
+        asked_s = 0.0
         while True:
-            starting = [c for c in self.children.values() if c.process and c.state is ChildState.STARTING]
-            await asyncio.gather(*(self._probe(child) for child in starting))
+            running = [child for child in self.children.values() if child.process]
+            starting = [child for child in running if child.state is ChildState.STARTING]
+            works = [self._probe(child) for child in starting]
+            if time.monotonic() - asked_s > BEAT_S:
+                asked_s = time.monotonic()
+                works += [self._ask(child) for child in running]
+            await asyncio.gather(*works)
             await asyncio.sleep(_PROBE_S)
 
     async def _probe(self, child: Child) -> None:
@@ -288,6 +306,30 @@ class Supervisor:
         if obstacle is None:
             child.took_s = time.monotonic() - child.started_s
             self._set(child, ChildState.READY)
+
+    async def _ask(self, child: Child) -> None:
+        """Ask the child for its account. Time counts only while it could have answered."""
+        process, ask, account = child.process, child.spec.life, None
+        if process is None or ask is None:
+            return
+        with contextlib.suppress(OSError, TimeoutError, ValueError):
+            async with asyncio.timeout(_ANSWER_S):
+                account = await ask(process.pid)
+        if child.process is not process or (account is None and child.account is None):
+            return
+        stuck = "" if account is None else account.get("stuck", "")
+        if (account is None or stuck) and is_traced(process.pid):
+            account, stuck = account or child.account, ""
+        silent_s = child.silence.look(process.pid, process.pid, is_new=account is not None)
+        child.account = child.account if account is None else account
+        if silent_s >= (STUCK_S if child.state is ChildState.READY else STARTING_STUCK_S):
+            stuck = f"no answer for {silent_s:.0f} s"
+        if stuck and not child.hung and child.wanted.is_set() and not self._stopping.is_set():
+            child.hung = f"hung: {stuck}"
+            self._say(f"{child.spec.name} hangs ({stuck}); killing it")
+            process.kill()
+        if account is None:
+            self._on_change()
 
     def _set(self, child: Child, state: ChildState) -> None:
         child.state = state
@@ -333,6 +375,7 @@ class Supervisor:
     async def _run_once(self, child: Child) -> int:
         spec = child.spec
         child.started_unix_s, child.started_s, child.took_s = time.time(), time.monotonic(), None
+        child.account, child.silence, child.hung = None, Spell(), ""
         try:
             child.process = await self._launched(spec, child.code or self._cwd)
         except OSError as error:
@@ -345,7 +388,7 @@ class Supervisor:
         self._set(child, ChildState.STARTING)
         status = await child.process.wait()
         child.process = None
-        child.last_exit = describe_exit(status)
+        child.last_exit = child.hung or describe_exit(status)
         return status
 
     async def _launched(self, spec: ChildSpec, code: Path) -> ChildProcess | None:

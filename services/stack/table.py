@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,12 @@ from services.stack.access import BusAccess
 from services.stack.config import StackConfig
 from services.stack.models import named
 from services.stack.obstructions import check_override, free_port, gateway_hosts
-from services.stack.probes import HttpProbe, TcpProbe, UnixProbe
+from services.stack.probes import HttpProbe, TcpProbe, UnixProbe, greeting, seed_answers
 from services.stack.process import SeedLauncher, socket_fits, start_program
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import ROOT, RunDirectory
 from services.stack.supervisor import ChildSpec
-from shared import subjects
+from shared import subjects, watchdog
 from shared.command_line import hint
 from shared.config import ENV_CONFIG_FILE, ENV_PREFIX, SHARED_SETTINGS
 from shared.errors import ConfigError
@@ -110,6 +112,7 @@ def kvasir_table(
 ) -> list[ChildSpec]:
     """Return all children. Raise ConfigError."""
     _check_models(config)
+    shutil.rmtree(run.path / "nats", ignore_errors=True)  # earlier releases kept leases there
     nats_server.write_config(run.nats_config, config, access, run.path / "nats")
     shared_env = {
         **sources.environ,
@@ -147,7 +150,8 @@ def kvasir_table(
         if service == "worker"
     }
     nats_argv = (nats_server.binary(), "-c", str(run.nats_config))
-    table = [ChildSpec("nats", nats_argv, dict(sources.environ), TcpProbe(access.port), stage=_BUS)]
+    greets = partial(greeting, access.config(subjects.OPERATOR))
+    table = [ChildSpec("nats", nats_argv, dict(sources.environ), TcpProbe(access.port), greets, stage=_BUS)]
     seed = run.path / "seed.sock"
     seed.unlink(missing_ok=True)
     preload = config.preload and socket_fits(seed)
@@ -156,7 +160,8 @@ def kvasir_table(
         modules = [f"services.{service}.service" for service in sorted({*instances.values()})]
         modules += [_ENGINE_MODULE] if "native" in engines.values() else []
         seed_argv = (sys.executable, "-m", "services.stack.seed", str(seed), *modules)
-        table.append(ChildSpec("seed", seed_argv, shared_env, UnixProbe(seed), stage=_BUS))
+        answers = partial(seed_answers, seed)
+        table.append(ChildSpec("seed", seed_argv, shared_env, UnixProbe(seed), answers, stage=_BUS))
     together = 1 if sources.is_scaled else _workers_together(config, sources.overrides)
     for crew in _processes(instances, together):
         instance, service = crew[0], instances[crew[0]]
@@ -183,6 +188,7 @@ def kvasir_table(
                 ready=HttpProbe(operator_ports[instance], page, gateway_hosts(env)[1])
                 if front
                 else StatusProbe(roll, service, crew),
+                life=partial(watchdog.ask, instance),
                 launch=SeedLauncher(seed, instance, module, arguments) if is_forked else start_program,
                 stage=_FRONT if front else _BACKEND,
                 instances=crew,

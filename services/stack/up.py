@@ -37,12 +37,13 @@ from services.stack.rundir import ROOT, RunDirectory
 from services.stack.supervisor import ChildState, StartFailed, Supervisor, tail
 from services.stack.table import Sources, TableMaker, kvasir_table, workers_by_model
 from services.stack.verdict import shortages, troubles
+from shared import watchdog
 from shared.errors import KvasirError
 from shared.messages.moves import WorkersWanted
 from shared.messages.reports import StackVerdict
 from shared.subjects import OPERATOR, PLACEMENT_WANTED, STACK_VERDICT
 
-_TRIM_INTERVAL_S = 10.0
+_TRIM_INTERVAL_S, _RESTORE_INTERVAL_S = 10.0, 1.0
 _JUDGE_S = 4.0
 _TOLD = 16
 """Maximum number of faults sent to gateways."""
@@ -103,12 +104,13 @@ class _Stack:
         self._url = f"http://{authority(self._host, self._port)}"
         self._operator_url = f"http://{authority(operator_host, operator_port)}"
         self._run.rotate_logs()
+        self._copies: dict[Path, str] = {}
         self._phase = "starting"
         self._began_s, self._began_unix_s = time.monotonic(), time.time()
         self._ready_s: float | None = None
         self._model = ""
         self._supervisor = Supervisor(
-            specs, cwd=ROOT, logs=self._run.logs, say=self._say, on_change=self._write_state
+            specs, cwd=ROOT, logs=self._run.logs, say=self._say, on_change=self._on_change
         )
         self._roller = Roller(
             self._supervisor, self._run, ready_s=config.start_timeout_s, grace_s=config.stop_grace_s
@@ -116,6 +118,8 @@ class _Stack:
 
     async def run(self) -> int:
         _raise_file_limit()
+        watchdog.start(self._run.supervisor)
+        beating = asyncio.create_task(watchdog.beat())
         asyncio.get_running_loop().add_signal_handler(ROLL_SIGNAL, self._roller.order)
         stop = _stop_event(on_again=self._supervisor.kill)
         try:
@@ -126,6 +130,7 @@ class _Stack:
             code = 1
         finally:
             await self._end()
+            beating.cancel()
         return code
 
     async def _start_and_watch(self) -> None:
@@ -135,7 +140,7 @@ class _Stack:
         self._model = await self._served_model()
         self._say(self._ready_text(self._ready_s))
         self._set_phase("ready")  # only now, because `up --detach` shows what was said before
-        beside = [asyncio.create_task(self._trim_logs())]
+        beside = [asyncio.create_task(self._keep_house())]
         beside.append(asyncio.create_task(self._roller.run(self._write_state)))
         beside.append(asyncio.create_task(self._judge()))
         if self._options.sources.is_scaled:
@@ -174,16 +179,34 @@ class _Stack:
             with contextlib.suppress(KvasirError):
                 answers = await self._roll.ask_all(expected, deadline_s=_JUDGE_S / 4)
                 rows = [child.row() for child in self._supervisor.children.values()]
-                found = troubles(rows, answers, time.time())
+                found = troubles(rows, answers, time.time(), self._run.low_disk())
                 verdict = StackVerdict(troubles=tuple(found[:_TOLD]), short_of=tuple(shortages(answers)))
                 await self._roll.announce(STACK_VERDICT, verdict)
             await asyncio.sleep(_JUDGE_S)
 
-    async def _trim_logs(self) -> None:
+    async def _keep_house(self) -> None:
+        """Keep logs within bounds, write the state, and replace files that someone deleted."""
+        trimmed_s = 0.0
         while True:
-            await asyncio.sleep(_TRIM_INTERVAL_S)
-            with contextlib.suppress(OSError):  # disk full; trimmed later
-                self._run.trim_logs()
+            await asyncio.sleep(_RESTORE_INTERVAL_S)
+            self._restore()
+            if not self._run.state_file.exists() or time.monotonic() - trimmed_s > _TRIM_INTERVAL_S:
+                trimmed_s = time.monotonic()
+                self._write_state()
+                with contextlib.suppress(OSError):  # disk full; trimmed later
+                    self._run.trim_logs(self._options.config.logs_mb * 1_000_000)
+
+    def _restore(self) -> None:
+        with contextlib.suppress(OSError):  # disk full; written later
+            self._run.logs.mkdir(parents=True, exist_ok=True)
+            if missing := self._run.restore(self._copies):
+                self._say(f"written again, because someone deleted them: {', '.join(missing)}")
+            self._run.acquire()
+
+    def _on_change(self) -> None:
+        """Write the state of the children, and what the next one to start needs."""
+        self._restore()
+        self._write_state()
 
     async def _served_model(self) -> str:
         key = self._access.credentials.api_key

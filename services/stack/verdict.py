@@ -14,16 +14,17 @@ _RECENT_S = 300.0
 """Time for which a crash is reported."""
 _SLOW = 5.0
 """A step this many times as long as those of the other workers is slow."""
+_SILENT_S, _ASIDE_S = 2.0, 5.0
+"""Time without an answer, and off the bus or without a leader, after which it is reported."""
+Rows, Answers = Sequence[Mapping[str, Any]], Sequence[ServiceStatus]
 _NAMED = 3
 _WIDTH = 80
 
 
-def verdict(
-    children: Sequence[Mapping[str, Any]], answers: Sequence[ServiceStatus], now_unix_s: float
-) -> list[str]:
+def verdict(children: Rows, answers: Answers, now_unix_s: float, low_disk: str = "") -> list[str]:
     """Return three lines that fit 80 columns. `children` are the supervisor's rows, one per process."""
     by_service = _by_service(answers)
-    found = troubles(children, answers, now_unix_s)
+    found = troubles(children, answers, now_unix_s, low_disk)
     workers = by_service.get("worker", [])
     count = sum(len(instances_of(child)) for child in children)
     well = f"yes: all {count} processes ready, {_count(len(workers), 'worker')} answering"
@@ -34,16 +35,15 @@ def verdict(
     ]
 
 
-def troubles(
-    children: Sequence[Mapping[str, Any]], answers: Sequence[ServiceStatus], now_unix_s: float
-) -> list[str]:
-    """Return the stack's faults, most urgent first; empty if it is healthy. This is the only place that
-    decides. `status` prints the result; the supervisor sends it to the gateways, which show it at /ready, on
-    the live page and in metrics."""
+def troubles(children: Rows, answers: Answers, now_unix_s: float, low_disk: str = "") -> list[str]:
+    """Return the stack's faults, most urgent first; empty if it is healthy. `low_disk` is a warning, empty if
+    there is none. This is the only place that decides. `status` prints the result; the supervisor sends it to
+    the gateways, which show it at /ready, on the live page and in metrics."""
     heard = {answer.instance for answer in answers}
     processes = [trouble for child in children for trouble in _of_process(child, heard)]
     crashes = [trouble for child in children for trouble in _crashes(child, now_unix_s)]
-    return [*processes, *_reported(answers), *_slow(answers), *crashes]
+    own = [*_leaderless(children), *filter(None, [low_disk]), *_reported(answers), *_slow(answers)]
+    return [*processes, *own, *crashes]
 
 
 def instances_of(child: Mapping[str, Any]) -> list[str]:
@@ -55,11 +55,27 @@ def _of_process(child: Mapping[str, Any], heard: Collection[str]) -> Iterator[st
     state = child["state"]
     if state == ChildState.PARKED:
         return
+    account, silent_s = child.get("account", {}), child.get("silent_s", 0.0)
+    stuck = account.get("stuck", "")
+    if state == ChildState.READY and (silent_s >= _SILENT_S or stuck):
+        yield f"{child['name']} hangs: {stuck or f'no answer for {silent_s:.0f} s'}"
+        return
+    doing, for_s = account.get("parts", {}).get("bus", ("", 0.0))
+    if for_s >= _ASIDE_S and doing.startswith("away"):
+        yield f"{child['name']} is {doing} for {for_s:.0f} s"
     for name in instances_of(child):
         if state != ChildState.READY:
             yield f"{name} is {state}"
         elif name.rpartition("-")[0] in subjects.SERVICES and name not in heard:
             yield f"{name} does not answer"
+
+
+def _leaderless(children: Rows) -> Iterator[str]:
+    """Report if every scheduler waits for the lease."""
+    told = [child.get("account", {}).get("parts", {}) for child in children]
+    leases = [parts["lease"] for parts in told if "lease" in parts]
+    if leases and all(doing.startswith("waits") and for_s >= _ASIDE_S for doing, for_s in leases):
+        yield f"no scheduler holds the lease for {min(for_s for _, for_s in leases):.0f} s"
 
 
 def _crashes(child: Mapping[str, Any], now_unix_s: float) -> Iterator[str]:

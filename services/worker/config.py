@@ -97,9 +97,6 @@ class WorkerConfig(ModelServiceConfig):
     gateway_timeout_s: float = Field(
         default=10.0, gt=0, description="sequences of a gateway that is silent for longer are ended"
     )
-    stall_timeout_s: float = Field(
-        default=60.0, gt=0, description="an iteration that takes longer ends the process"
-    )
     pie: PieSettings = Field(default=PieSettings(), description="KV swapped to host memory")
     fault_drop_final_frames: bool = Field(
         default=False, description="for tests: lose every token frame in which a sequence ends"

@@ -3,7 +3,7 @@
 `Courier` sends from the engine's thread, or through the event loop by `Outbox` without an express connection.
 Messages may be lost: a gateway fetches missing tokens, a scheduler resynchronises on a gap. During a long
 step the heartbeat repeats the last report, so that a long prefill does not look like a dead worker. If the
-engine is silent for too long, the worker ends."""
+engine is stuck, the worker ends."""
 
 import asyncio
 from collections import deque
@@ -18,7 +18,7 @@ from services.worker.core.steps import StepEffects
 from shared import subjects
 from shared.bus import Bus, Express
 from shared.errors import InternalError, KvasirError
-from shared.log import canonical, get_logger
+from shared.log import detail, get_logger
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import WorkerReported
 from shared.metrics import counter, histogram
@@ -84,7 +84,7 @@ class Outbox:
 def _log_ends(stepped: WorkerStepped) -> None:
     """Log one line per ended sequence; too slow for the engine's thread."""
     for ended in stepped.ended:
-        canonical(
+        detail(
             _log,
             "sequence ended",
             request=ended.ref.request_id,
@@ -157,17 +157,16 @@ class Heartbeat:
         sections: Callable[[WorkerReported], Mapping[str, Any]] = lambda _: {},
         *,
         interval_s: float,
-        stall_timeout_s: float,
+        is_stuck: Callable[[], bool] = lambda: False,
     ) -> None:
         """`sections` returns the fields that do not come from the engine's thread."""
         self._ask = ask
         self._sections = sections
         self._interval_s = interval_s
-        self._stall_timeout_s = stall_timeout_s
+        self._is_stuck = is_stuck
         self._pending: Future[WorkerReported] | None = None
         self._last: WorkerReported | None = None
         self._seq = 0
-        self._stalled_s = 0.0
 
     def number(self, report: WorkerReported) -> WorkerReported:
         """Return the report with all sections and the next number, and keep it as the latest."""
@@ -177,16 +176,14 @@ class Heartbeat:
 
     async def next(self) -> WorkerReported | None:
         """Return the next report: a new one within the interval, else the last again, else None. Raises
-        InternalError after `stall_timeout_s` seconds, time awake, without a new report."""
+        InternalError if the engine's thread is stuck."""
         if self._pending is None:
             self._pending = self._ask()
         waiting = asyncio.wrap_future(self._pending)
         done, _ = await asyncio.wait({waiting}, timeout=self._interval_s)
         if done:
             self._pending = None
-            self._stalled_s = 0.0
             return self.number(waiting.result())
-        self._stalled_s += self._interval_s
-        if self._stalled_s >= self._stall_timeout_s:
-            raise InternalError(f"the engine has answered nothing for {self._stalled_s:.0f} s")
+        if self._is_stuck():
+            raise InternalError("the engine's thread is stuck")
         return None if self._last is None else self.number(self._last)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from services.worker.engine.contract import Engine, OverlappingEngine, Row, Step
 from services.worker.engine.step_record import StepRecord
 from shared.errors import CreditorLost, InternalError
 from shared.recorder import Recorder
+from shared.watchdog import STUCK_S, Part
 
 
 class Occupancy:
@@ -47,6 +49,8 @@ _log = logging.getLogger("kvasir.worker.runner")
 _TICK_S = 0.25
 _NOWHERE: Mapping[int, int] = {}
 _UNKNOWN = (0,)
+_PATIENCE, _UNFORESEEN_S = 20.0, 60.0
+"""A step may take this many times its foreseen duration; a step of unknown duration may take this long."""
 _MOST_BROKEN_STEPS = 3
 """Number of consecutive steps without a computed row after which the engine counts as broken."""
 
@@ -71,8 +75,13 @@ class Runner:
         lost_blocks: Callable[[CreditorLost], set[int]] = lambda _: set(),
         recorder: Recorder | None = None,
         remote_s: Callable[[], float] = lambda: 0.0,
+        account: Part | None = None,
+        stuck_s: float = STUCK_S,
     ) -> None:
-        """`remote_s` returns the total seconds that steps have waited for creditors."""
+        """`remote_s` returns the total seconds that steps have waited for creditors. `account` is told what
+        the thread does; less than `stuck_s` counts as progress."""
+        self._account = account or Part("engine")
+        self._stuck_s = stuck_s
         self._record = None if recorder is None else StepRecord(recorder)
         self._remote_s = remote_s
         self.door = door
@@ -124,6 +133,7 @@ class Runner:
 
     def _take_commands(self) -> None:
         """Run the waiting commands. Without a runnable plan, wait up to one tick for the next command."""
+        self._account.at("commands", self._stuck_s)
         can_run = self._flight is not None or (self._core.has_plans and not self._core.is_held)
         self.door.run_waiting(0.0 if can_run else _TICK_S)
         now_s = self._clock()
@@ -148,6 +158,7 @@ class Runner:
         if not self._overlaps:
             self._finish(flight)
             return
+        self._account.at("a step", partial(self._allowed_s, work))
         flight.ticket = self._submit(rows)
         self._flight = flight
         if before is not None:
@@ -178,6 +189,7 @@ class Runner:
     def _finish(self, flight: "_Flight") -> None:
         """Wait for a step's tokens, commit them and send them. The step after it may be in flight."""
         work, record = flight.work, self._record
+        self._account.at("a step", partial(self._allowed_s, work))
         tokens = self._tokens(flight)
         ended_s, remote_s = self._clock(), self._remote_s()
         began_s = max(flight.began_s, self._finished_s)
@@ -195,6 +207,10 @@ class Runner:
         later = self._flight
         if later is not None and later.is_void:
             self.settle()
+
+    def _allowed_s(self, work: StepWork) -> float:
+        """Return the time after which a step counts as stuck."""
+        return max(self._stuck_s, _PATIENCE * self._core.foreseen_s(work) or _UNFORESEEN_S)
 
     def _tokens(self, flight: "_Flight") -> Sequence[Sampled | None]:
         """Return the tokens of a step. If it failed, compute it again when nothing is in flight. The step

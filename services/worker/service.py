@@ -27,7 +27,7 @@ from services.worker.neighbourhood import Neighbourhood, extended
 from services.worker.peers.migration.service import Transfers
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.plane import make_transports
-from shared import subjects
+from shared import subjects, watchdog
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import Clock, monotonic_s
 from shared.errors import ConfigError, ForeignSequence, InvalidRequest, KvasirError, Overloaded
@@ -39,6 +39,7 @@ from shared.messages.prefixes import FindPrefixes, ForgetPrefixes, PrefixesForgo
 from shared.messages.reports import GatewayReported, ServiceStatus, WorkerReported
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
 from shared.metrics import counter
+from shared.watchdog import STUCK_S
 
 HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.worker_plan, BatchPlan, "on_plan"),
@@ -63,6 +64,7 @@ _EXPRESS_INTERVAL_S = 0.5
 _SWITCH_INTERVAL_S = 0.0002
 """Longest wait of the engine's thread for the GIL after an operator, while the event loop holds it."""
 
+_COMPILES_S = 60.0  # for a step on a GPU, which may compile kernels
 _LOG_FOREIGN_S = 5.0
 """Shortest time between two log lines about foreign commands."""
 
@@ -144,6 +146,7 @@ class Worker:
             store=store,
             clock=clock,
         )
+        account = watchdog.part(f"engine of {bus.instance}")
         self._runner = Runner(
             self._door,
             engine,
@@ -154,6 +157,8 @@ class Worker:
             lost_blocks=self._neighbours.lost_blocks,
             recorder=bus.recorder,
             remote_s=self._remote_s,
+            account=account,
+            stuck_s=STUCK_S if config.device == "cpu" and config.engine != "vllm" else _COMPILES_S,
         )
         self._transfers: Transfers | None = None
         """KV transfers between workers; None if they or the prefix cache are off."""
@@ -169,7 +174,7 @@ class Worker:
             lambda: self._door.ask(lambda core, now_s: core.report(now_s)),
             self._sections,
             interval_s=config.heartbeat_s,
-            stall_timeout_s=config.stall_timeout_s,
+            is_stuck=lambda: account.is_stuck,
         )
 
     async def serve(self) -> None:

@@ -1,8 +1,12 @@
-"""Leases on roles, stored in a file-backed JetStream key-value bucket, with compare-and-set.
+"""Leases on roles, stored in a JetStream key-value bucket in the server's memory, with compare-and-set.
 
 The key is the role, the value its holder. A lease expires when its key's revision does not change for `ttl_s`
 on the *observer's* monotonic clock. Clocks are never compared, and time in which the observer was blind does
-not count. The revision at acquisition is the lease's epoch; it only grows, even across server restarts.
+not count. The revision at acquisition is the lease's epoch.
+
+A server that dies loses its leases. The revisions of a new bucket begin at the Unix time in milliseconds,
+which earlier ones cannot have reached at a few renewals a second, so no epoch is given twice. A leader also
+exceeds the workers' epochs, in case the clock was set back. A holder renews its lease in a new bucket.
 """
 
 import asyncio
@@ -13,12 +17,12 @@ from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.errors
-from nats.js.api import StorageType
+from nats.js.api import StorageType, StreamConfig
 from nats.js.kv import KeyValue
 
 from shared import subjects
 from shared.bus.link import Link
-from shared.clock import monotonic_s
+from shared.clock import monotonic_s, unix_s
 from shared.errors import BusUnavailable, DeadlineExceeded, InvalidMessage, KvasirError, NotLeader
 from shared.messages.base import Message, decode, encode
 from shared.messages.values import Number, OptionalId
@@ -89,9 +93,16 @@ class LeaseStore:
         try:
             return await context.key_value(subjects.LEASE_BUCKET)
         except nats.js.errors.BucketNotFoundError:
-            return await context.create_key_value(
-                bucket=subjects.LEASE_BUCKET, storage=StorageType.FILE, history=1
+            await context.add_stream(
+                StreamConfig(
+                    name=f"KV_{subjects.LEASE_BUCKET}",
+                    subjects=[f"$KV.{subjects.LEASE_BUCKET}.>"],
+                    storage=StorageType.MEMORY,
+                    first_seq=int(unix_s() * 1000),
+                    max_msgs_per_subject=1,
+                )
             )
+            return await context.key_value(subjects.LEASE_BUCKET)
 
 
 class Lease:
@@ -110,7 +121,10 @@ class Lease:
         revision = await self._store.write(self.role, self.holder, last=self._revision)
         if revision is None:
             entry = await self._store.read(self.role)
-            if entry is not None and entry.holder == self.holder:  # only the earlier reply was lost
+            if entry is None:  # the server was restarted
+                revision = await self._store.write(self.role, self.holder, last=0)
+                entry = None if revision else await self._store.read(self.role)
+            elif entry.holder == self.holder:  # only the earlier reply was lost
                 revision = await self._store.write(self.role, self.holder, last=entry.revision)
             if revision is None:
                 taker = entry.holder.instance if entry else ""
@@ -160,24 +174,26 @@ async def acquire(
 
     A role is taken at once if it is free or released, or if its holder left the bus (`is_gone`). The same
     goes for a holder that is an earlier run of this instance, if `is_new`: this process has not tried before.
-    Otherwise the lease must go `ttl_s` without renewal. Raise PermissionRefused if this user may not use
-    leases.
+    Otherwise the lease must go `ttl_s` without renewal; so must one that vanished with its server, since its
+    holder may live. Raise PermissionRefused if this user may not use leases.
     """
     store = LeaseStore(link)
     holder = LeaseHolder(instance=instance, incarnation=incarnation)
     poll_s = min(0.25, ttl_s / 4)
     silence = Silence(longest_gap_s=2 * poll_s)
+    has_seen = False
     while True:
         try:
             entry = await store.read(role)
             revision = entry.revision if entry else 0
             silence.observe(revision, link.reconnections, monotonic_s())
-            if (
-                entry is None
-                or _is_takeable(entry.holder, holder, is_new=is_new)
-                or is_gone(entry.holder.instance, entry.holder.incarnation)
-                or silence.lasting_s >= ttl_s
-            ):
+            if entry is None:
+                is_free = not has_seen
+            else:
+                has_seen, held_by = True, entry.holder
+                is_free = _is_takeable(held_by, holder, is_new=is_new)
+                is_free = is_free or is_gone(held_by.instance, held_by.incarnation)
+            if is_free or silence.lasting_s >= ttl_s:
                 acquired = await store.write(role, holder, last=revision)
                 if acquired is not None:
                     return Lease(store, role, holder, acquired)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import nats.errors
 from nats.aio.client import Client
 
+from shared import watchdog
 from shared.bus.counters import BusCounters
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, ConfigError, KvasirError, PermissionRefused
@@ -193,6 +194,7 @@ class Link:
         self._logged_at: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._waits = Waits()
+        self._account = watchdog.part("bus")
         self.reconnections = 0
         self.on_open: Hook = _nothing
         self.on_lost: Callable[[], None] = lambda: None
@@ -330,6 +332,7 @@ class Link:
         }
 
     def _mark(self, *, up: bool) -> None:
+        self._account.at("connected" if up else "away from NATS", None)
         if up:
             self._up.set()
         else:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from shared import log, metrics, spans
+from shared import log, metrics, spans, watchdog
 from shared.config import ServiceConfig, load
 from shared.errors import ConfigError, KvasirError, PermissionRefused
 
@@ -34,6 +34,7 @@ def run_main(service: str, config_type: type[C], run: Callable[[C], Coroutine[An
         raise SystemExit(2) from None
     log.configure(config.log_level, service, config.instance, config.log_format)
     with spans.exported(config.traces, service, config.instance):
+        watchdog.start(config.instance)
         run_service(lambda: run(config))
 
 
@@ -44,11 +45,11 @@ def run_service(main: Main) -> None:
     ConfigError and PermissionRefused with 2. The process is killed (exit code 1) if it is still alive 10 s
     after the signal or after the end of `main`.
     """
-    watchdog = threading.Timer(_STOP_DEADLINE_S, _give_up)
-    watchdog.daemon = True
+    deadline = threading.Timer(_STOP_DEADLINE_S, _give_up)
+    deadline.daemon = True
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(_supervise(main, watchdog))
-    watchdog.cancel()
+        code = runner.run(_supervise(main, deadline))
+    deadline.cancel()
     if code:
         raise SystemExit(code)
 
@@ -68,21 +69,23 @@ def fenced(what: str) -> Iterator[None]:
         ).labels(what).inc()
 
 
-async def _supervise(main: Main, watchdog: threading.Timer) -> int:
+async def _supervise(main: Main, deadline: threading.Timer) -> int:
     loop = asyncio.get_running_loop()
     task = loop.create_task(main())
+    beating = loop.create_task(watchdog.beat())
 
     def stop() -> None:
-        if not watchdog.is_alive():
-            watchdog.start()
+        if not deadline.is_alive():
+            deadline.start()
             task.cancel()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     await asyncio.wait({task})
-    was_signalled = watchdog.is_alive()
+    beating.cancel()
+    was_signalled = deadline.is_alive()
     if not was_signalled:
-        watchdog.start()
+        deadline.start()
     return _exit_code(task, was_signalled=was_signalled)
 
 

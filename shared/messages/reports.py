@@ -1,7 +1,7 @@
 """Heartbeats and status reports of all services. Together they are enough to rebuild the stack's state."""
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -272,6 +272,9 @@ class StackVerdict(Message, frozen=True, kw_only=True):
     """What delays requests."""
 
 
+MOST_REFUSED = 64
+
+
 class GatewayReported(Message, frozen=True, kw_only=True):
     """Heartbeat of a gateway. If it stops or its incarnation changes, its sequences have no reader."""
 
@@ -280,6 +283,8 @@ class GatewayReported(Message, frozen=True, kw_only=True):
     active: Count = 0
     protocol: Count = 0
     """`shared.release.PROTOCOL` of the running code."""
+    refused: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MOST_REFUSED)] = ()
+    """Fingerprints of requests that it refuses, because they killed workers."""
 
 
 class SequenceFinished(Message, frozen=True, kw_only=True):

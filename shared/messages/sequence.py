@@ -185,6 +185,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """`heir_digest_of` the key that lets another gateway take over the answer; empty: no takeover."""
     is_resumed: bool = False
     """True if a scheduler accepted it before; it is then not refused for overload."""
+    runs_alone: bool = False
+    """True if workers died that ran it: nothing else may run beside it."""
     traceparent: TraceParent = ""
     """Trace span of the request. A plan covers many sequences, so message headers cannot carry it."""
 

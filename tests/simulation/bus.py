@@ -6,7 +6,7 @@ overtaken while there is noise. Knows no message.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
@@ -44,6 +44,7 @@ class Interest:
 
 @dataclass
 class Bucket:
+    revisions: Iterator[int]
     values: dict[str, tuple[bytes, int]] = field(default_factory=dict)
 
 
@@ -56,7 +57,7 @@ class Server:
         self.is_up = True
         self.connections: dict[int, Connection] = {}
         self.buckets: dict[str, Bucket] = {}
-        self._revisions, self._ids = count(1), count(1)
+        self._ids = count(1)
         self.starts = 0
         """So often it was started again. One that dies tells nobody which connections end with it."""
         self._interests: list[Interest] = []
@@ -153,11 +154,12 @@ class Server:
         return self.buckets[name]
 
     def put(self, name: str, key: str, value: bytes, last: int) -> int:
-        values = self.bucket(name).values
+        bucket = self.bucket(name)
+        values = bucket.values
         present = values[key][1] if key in values else 0
         if present != last:
             raise nats.js.errors.KeyWrongLastSequenceError
-        revision = next(self._revisions)
+        revision = next(bucket.revisions)
         values[key] = (value, revision)
         self.world.note("key", key, revision, value)
         self.on_put(key, value)
@@ -166,8 +168,9 @@ class Server:
     # --- faults
 
     def restart(self, down_s: float) -> None:
-        """All connections break, and come back."""
+        """All connections break, and come back; what it kept in memory is gone."""
         self.is_up = False
+        self.buckets.clear()
         self.starts += 1
         for connection in list(self.connections.values()):
             connection.break_off(back_after_s=down_s)

@@ -56,6 +56,7 @@ class Checks:
         self._epochs: dict[int, Process] = {}
         self._last_worker_epochs: dict[Process, int] = {}
         self._holders: dict[str, tuple[LeaseHolder, float]] = {}
+        self._starts = 0
         """Of each role, and when they showed last that they live."""
         self._checked_tokens: dict[tuple[Process, SequenceRef], int] = {}
         """Of each sequence at each worker, so many of its answer."""
@@ -250,6 +251,8 @@ class Checks:
             return
         now_s = self._fleet.world.now_s
         before, renewed_s = self._holders.get(role, (holder, now_s))
+        if self._starts != self._fleet.server.starts:  # it has forgotten who held what
+            self._starts, before = self._fleet.server.starts, holder
         self._holders[role] = holder, now_s
         if not before.instance or before.instance == holder.instance or not holder.instance:
             return

@@ -11,6 +11,7 @@ import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from nats.js.api import StreamConfig
 from nats.nuid import NUID
 
 from tests.simulation.bus import MOST_PAYLOAD_BYTES, Bucket, Connection, Interest, Server
@@ -204,10 +205,10 @@ class _JetStream:
         await self.call(lambda: server.bucket(bucket))
         return _KeyValue(self, server, bucket)
 
-    async def create_key_value(self, bucket: str, **_: Any) -> "_KeyValue":
-        server = self._client._server
-        await self.call(lambda: server.buckets.setdefault(bucket, Bucket()))
-        return _KeyValue(self, server, bucket)
+    async def add_stream(self, config: StreamConfig) -> None:
+        """A bucket, unless another process was faster."""
+        server, name = self._client._server, str(config.name).removeprefix("KV_")
+        await self.call(lambda: server.buckets.setdefault(name, Bucket(count(config.first_seq or 1))))
 
     async def call(self, ask: Callable[[], Any]) -> Any:
         try:

@@ -438,9 +438,12 @@ def _notes(account: AnswerAccount, events: Sequence[Happened], others: Sequence[
     found = ", ".join(f"{count} on {tier}" for tier, count in facts["found_blocks"].items() if count)
     shared = f"{facts['rows']} sequences a step on average, {facts['most_rows']} at the most"
     moved = [event.fields for event in events if event.kind == "moved"]
+    why = "".join(
+        {f"; {one.fields['why']}" for one in _of(events, "scheduler", "placed") if "why" in one.fields}
+    )
     losses = ", ".join(sorted({event.fields["worker"] for event in events if event.kind == "lost"}))
     return {
-        Cause.QUEUED: _before(events, others),
+        Cause.QUEUED: _before(events, others) + why,
         Cause.AT_WORKER: f"{facts['rows_at_first']} sequences in its first step",
         Cause.DECODE: shared + (f", at {', '.join(facts['workers'])}" if facts["workers"] else ""),
         Cause.LENDERS: f"in {facts['remote_steps']} of {facts['steps']} steps: a slow link, or a busy lender",

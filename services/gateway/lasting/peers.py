@@ -56,6 +56,7 @@ class Peers:
 
     def on_reported(self, event: GatewayReported) -> Start | None:
         """Process a heartbeat; return the run that it ends, if any. A new gateway gets one in return."""
+        self._sessions.refuse(event.refused)
         known = self._alive.present(event.gateway_id)
         is_current = self._alive.hear(event.gateway_id, event.incarnation, self._now_s())
         if not is_current or known == event.incarnation:

@@ -227,8 +227,10 @@ class Backlog:
         """Return the next question, or None. `kinds`: worker kinds to name prompt blocks for."""
         if not self.is_due(now_s):
             return None
-        batch = self.first(self._rules.placement_batch)
-        ahead = NOBODY_AHEAD if self._feed is None else self._feed.ahead(self.queue.rank(batch[0].ref.key))
+        batch = [each for each in self.first(self._rules.placement_batch) if not each.runs_alone]
+        ahead = None if not batch else NOBODY_AHEAD
+        if batch and self._feed is not None:
+            ahead = self._feed.ahead(self.queue.rank(batch[0].ref.key))
         if ahead is None:
             self._due_s = now_s + self._rules.placement_interval_s
             return None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
 
-from services.scheduler.core.effects import Effect, StepDown
+from services.scheduler.core.effects import Effect, NotePlaced, StepDown
 from services.scheduler.core.fleet import Fleet
 from services.scheduler.core.intake import Admission, Intake
 from services.scheduler.core.long_waits import OversizedWatch, Standstill, wanted
@@ -140,6 +140,8 @@ class SchedulerCore:
         """Begin a move. Raises InvalidRequest if it is impossible."""
         if self._deposed:
             raise InvalidRequest("this scheduler was replaced", param="moves")
+        if order.target in self._roster.reserved:
+            raise InvalidRequest(f"a sequence runs alone at {order.target}", param="moves")
         return self._after(self._moves.begin(order, now_s), now_s)
 
     def on_tokens(
@@ -234,9 +236,25 @@ class SchedulerCore:
                 continue
             sequence.expected_tokens = expected
             pipeline = self._roster.in_step(worker_id)
-            if pipeline is not None and sequence.limit_tokens <= pipeline.report.max_context_tokens:
+            if pipeline is None or pipeline.worker_id in self._roster.reserved:
+                continue
+            if sequence.limit_tokens <= pipeline.report.max_context_tokens:
                 self._roster.place(sequence, pipeline, now_s)
         return self._after([], now_s)
+
+    def on_unplaced(self, question: int, now_s: float) -> list[Effect]:
+        """Place the sequences of a question that placement did not answer at the least loaded workers."""
+        roster, told = self._roster, list[Effect]()
+        for ref in roster.backlog.close(question, more=False, now_s=now_s):
+            sequence = roster.find(ref)
+            if sequence is None or sequence not in roster.backlog:
+                continue
+            pipeline = roster.least_loaded(sequence)
+            if pipeline is not None:
+                roster.place(sequence, pipeline, now_s)
+                told.append(NotePlaced(ref, pipeline.worker_id, "placement did not answer"))
+                told.append(roster.told_of(sequence, pipeline))
+        return [*self._after([], now_s), *told]
 
     def on_place_failed(self, question: int, error: PolicyFailed, now_s: float) -> list[Effect]:
         """Give up the sequences of a question for which the placement policy raised."""
@@ -280,6 +298,7 @@ class SchedulerCore:
         effects += self._pressure.on_tick(now_s)
         if not self._deposed:
             effects += self._shadowing.on_tick(now_s)
+            effects += self._roster.seat_alone(now_s)
         effects += self._standstill.on_tick(now_s)
         if now_s - self._expired_s > _EXPIRE_INTERVAL_S:
             self._expired_s = now_s

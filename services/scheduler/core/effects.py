@@ -35,6 +35,14 @@ class AskPlacement(Effect, frozen=True):
     """Tokens of all sequences that wait for a worker."""
 
 
+class NotePlaced(Effect, frozen=True):
+    """Where the sequence went without placement's word, and why; for the log."""
+
+    ref: SequenceRef
+    worker_id: str
+    why: str
+
+
 class AskPrediction(Effect, frozen=True):
     """Answer with `on_predicted`, or not at all."""
 

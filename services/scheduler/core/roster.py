@@ -6,7 +6,7 @@ Only this module adds and removes sequences. `fleet` decides which worker is los
 from collections import Counter
 
 from services.scheduler.core.backlog import NO_QUESTION, Backlog, Feed, item_of
-from services.scheduler.core.effects import AskPlacement, CancelAtWorker, Effect, SequenceLeft
+from services.scheduler.core.effects import AskPlacement, CancelAtWorker, Effect, NotePlaced, SequenceLeft
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, Kind, Phase, Sequence, kinds_of
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
@@ -31,6 +31,8 @@ def _features(report: WorkerReported) -> tuple[object, ...]:
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _LIMIT = 65_536
 """Maximum entries of each record of finished things."""
+_IDLE_S = 2.0
+"""Seconds in which a sequence that runs alone waits for an idle worker, such as a restarted one."""
 _TOLD_S = 3.0
 """Seconds for which a roles message from placement is valid."""
 _ONE_SIDED = ({"prefill"}, {"decode"})
@@ -69,6 +71,10 @@ class Roster:
             rules.tombstone_s, _LIMIT
         )
         """By gateway and sequence: the attempt that was given up, and the error."""
+        self._alone: dict[SequenceKey, Sequence] = {}
+        """Sequences beside which nothing else may run."""
+        self.reserved: dict[str, SequenceKey] = {}
+        """Workers of such sequences, from the wait for the worker to become idle."""
         self.lost_workers: RecentMap[str, int] = RecentMap(rules.tombstone_s, _LIMIT)
         """Incarnation of each lost worker, until it reports again."""
 
@@ -169,7 +175,7 @@ class Roster:
 
     def closed_workers(self) -> tuple[str, ...]:
         """Return workers that cannot take work, which placement may not know yet."""
-        return tuple(sorted([*self.unready, *self.lost_workers]))
+        return tuple(sorted([*self.unready, *self.lost_workers, *self.reserved]))
 
     def summary(self) -> tuple[int | None, tuple[Kind, ...]]:
         """Return the longest context, None without workers, and the kinds of workers that share blocks."""
@@ -204,6 +210,7 @@ class Roster:
         count, batch = len(self.sequences), self.rules.settings.max_batch_sequences
         if (
             len(self.pipelines) != 1
+            or self._alone
             or len(self.backlog) != 1
             or sequence not in self.backlog
             or count > batch
@@ -216,12 +223,59 @@ class Roster:
         blocks = sum([-(-each.limit_tokens // report.block_tokens) for each in self.sequences.values()])
         return pipeline if blocks < pipeline.lasting_blocks else None
 
+    def least_loaded(self, sequence: Sequence) -> WorkerPipeline | None:
+        """Return the worker with the fewest sequences of those with room for this one, or None."""
+
+        def has_room(pipeline: WorkerPipeline) -> bool:
+            report, here = pipeline.report, self.of_worker(pipeline.worker_id)
+            limits = [each.limit_tokens for each in (*here, sequence)]
+            blocks = sum(-(-tokens // report.block_tokens) for tokens in limits)
+            return (
+                pipeline.sync is Sync.IN_STEP
+                and pipeline.worker_id not in self.reserved
+                and sequence.limit_tokens <= report.max_context_tokens
+                and self.roles.roles.get(pipeline.worker_id) != "decode"
+                and (not here or blocks <= pipeline.lasting_blocks)
+            )
+
+        found = [pipeline for pipeline in self.pipelines.values() if has_room(pipeline)]
+        return min(found, key=lambda pipeline: len(self._at.get(pipeline.worker_id, ())), default=None)
+
+    def seat_alone(self, now_s: float) -> list[Effect]:
+        """Place sequences that run alone at idle workers, and after `_IDLE_S` reserve the least loaded ones.
+        Return what the log and placement are told."""
+        if not self._alone:
+            self.reserved.clear()
+            return []
+        self._alone = {key: one for key, one in self._alone.items() if self.sequences.get(key) is one}
+        self.reserved = {name: key for name, key in self.reserved.items() if key in self._alone}
+        told: list[Effect] = []
+        for key, sequence in self._alone.items():
+            if sequence not in self.backlog:
+                continue
+            own = next((name for name, holder in self.reserved.items() if holder == key), "")
+            if not own and len(self.reserved) >= max(1, len(self.pipelines) - 1):
+                continue  # one worker is left to the others
+            pipeline = self.pipelines.get(own) or self.least_loaded(sequence)
+            is_idle = pipeline is not None and not self._at.get(pipeline.worker_id)
+            if pipeline is None or not (is_idle or now_s - sequence.accepted_s > _IDLE_S):
+                continue
+            self.reserved.pop(own, None)
+            self.reserved[pipeline.worker_id] = key
+            if is_idle and pipeline.sync is Sync.IN_STEP:
+                self.place(sequence, pipeline, now_s)
+                told.append(NotePlaced(sequence.ref, pipeline.worker_id, "it runs alone"))
+                told.append(self.told_of(sequence, pipeline))
+        return told
+
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence. Raises PolicyFailed if the policy cannot rank it; then nothing has changed."""
         assert sequence.key not in self.sequences
         self.backlog.add(sequence)
         self.sequences[sequence.key] = sequence
         self._by_limit.add(sequence)
+        if sequence.runs_alone:
+            self._alone[sequence.key] = sequence
 
     def adopt(self, sequence: Sequence, pipeline: WorkerPipeline, phase: Phase, now_s: float) -> None:
         """Assign a sequence found at this pipeline's worker, wherever it was before."""

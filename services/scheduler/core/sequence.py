@@ -150,6 +150,10 @@ class Sequence:
             self.level,
         )
 
+    @property
+    def runs_alone(self) -> bool:
+        return self.spec is not None and self.spec.runs_alone
+
     @classmethod
     def from_spec(cls, spec: SequenceSpec, now_s: float) -> "Sequence":
         """Return a submitted sequence."""

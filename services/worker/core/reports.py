@@ -168,6 +168,12 @@ class SpeedMeter:
         """Mean number of tokens before a prompt token in its sequence."""
         self.decode_step_s = 0.0
 
+    def foreseen_s(self, prefill_tokens: int) -> float:
+        """Return the foreseen duration of a step with so many prompt tokens; 0: unknown."""
+        if not prefill_tokens or not self.prefill_tokens_per_s:
+            return 0.0 if prefill_tokens else self.decode_step_s
+        return self.decode_step_s + prefill_tokens / self.prefill_tokens_per_s
+
     def on_step(
         self, prefilled_tokens: int, decoded_tokens: int, step_s: float, preceding_tokens: int = 0
     ) -> float:

@@ -137,6 +137,11 @@ class StepCore:
             stepped = (*stepped, self._reports.between_steps(self._plans.epoch, shorts))
         return StepEffects(stepped=stepped)
 
+    def foreseen_s(self, work: StepWork) -> float:
+        """Return the foreseen duration of a step in seconds; 0: unknown. Any thread may call this."""
+        tokens = (item.end_token - item.first_token for item in work.items)
+        return self._speed.foreseen_s(sum(count for count in tokens if count > 1))
+
     def begin_step(self, now_s: float) -> tuple[StepWork | None, StepEffects]:
         """Return the next step's work; None when no plan has any, or when the steps in flight must be over
         first. A plan whose sequences all wait for stored blocks is held until one has them, or a later plan

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.core.stream import Stream, StreamEffects, StreamPhase, StreamTiming, Submit
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch, NoticeOutbox
+from services.gateway.errors import body_of, status_of
 from services.gateway.exchange import Exchange, OpenChoice, admitted
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.sessions import Sessions
@@ -20,9 +22,9 @@ from services.gateway.text.choice_text import TextRules
 from services.gateway.text.tokenizer import Codec
 from shared import spans, subjects
 from shared.bus import Bus, Endpoint, Listener, tracing
-from shared.errors import InternalError, Overloaded
+from shared.errors import InternalError, Overloaded, UnavailableError, WorkerKilled
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
-from shared.messages.reports import SequenceFinished
+from shared.messages.reports import SchedulerAnnounced, SequenceFinished
 from shared.messages.sequence import FinishReason, Sampling, pack_tokens, proof_of
 from shared.messages.tokens import AcknowledgeEnds, TokenDelta, TokenFrame
 from tests.nats_server import NatsServer
@@ -140,6 +142,49 @@ def exchange_of(choices: int) -> Exchange:
 def accept(exchange: Exchange, at: int) -> None:
     exchange.sequences[at].stream.on_submitted(1, 0.0)
     exchange.changed.set()
+
+
+async def test_a_request_that_kills_its_workers_runs_alone_and_then_fails(
+    desk: Sessions, clock: list[float]
+) -> None:
+    """It went from worker to worker: 15 of 15 died, with all that ran beside it."""
+    other = replace(job(), prompts=((8, 9),))
+    poison, beside = desk.open(job(), "poison"), desk.open(other, "beside")
+    for deaths in range(1, 4):
+        assert poison.failure is None
+        desk.on_frame(said(poison, 0, tuple(range(deaths))))
+        if deaths == 1:
+            desk.on_frame(said(beside, 0, (1,)))
+        desk.lose(W, {})
+        spec = poison.sequences[0].spec("gateway-0", 1, 0.0)
+        assert spec.runs_alone == (deaths >= 2) and poison.sequences[0].deaths == deaths
+    assert not beside.sequences[0].spec("gateway-0", 1, 0.0).runs_alone
+    with pytest.raises(WorkerKilled) as caught:
+        poison.check()
+    assert status_of(caught.value)[0] == 500 and body_of(caught.value)["error"]["code"] == "worker_killed"
+    assert "3 workers died" in str(body_of(caught.value)["error"]["message"])
+    assert beside.failure is None and beside.sequences[0].stream.is_open
+    with pytest.raises(WorkerKilled, match="refused for 10 minutes"):
+        desk.open(job(), "again")
+    desk.refuse([b"seen by another"])
+    assert list(desk.refused.values()) == [True, False] and desk.active == 1
+    clock[0] += 601.0
+    assert desk.refused == {} and desk.open(job(), "later").failure is None
+
+
+async def test_no_request_outlasts_schedulers_for_ever(desk: Sessions) -> None:
+    """One whose core failed in every term took it, again and again: it waited without end."""
+    served, waiting = desk.open(job(), "served"), desk.open(job(), "waiting")
+    for epoch in range(1, 20):
+        event = SchedulerAnnounced(scheduler_id="scheduler-0", incarnation=epoch, epoch=epoch, policy="p")
+        desk.on_scheduler_announced(event)
+        if epoch % 4 == 0:
+            desk.on_frame(said(served, 0, tuple(range(10, 10 + epoch // 4))))
+        assert served.failure is None
+        assert (waiting.failure is None) == (epoch <= 8)
+    assert isinstance(waiting.failure, UnavailableError)
+    with pytest.raises(UnavailableError, match="8 schedulers failed"):
+        waiting.check()
 
 
 async def test_admission_waits_for_all() -> None:

@@ -67,8 +67,8 @@ async def test_a_higher_epoch_makes_it_stand_for_the_lease_again(stack: BusStack
         await until(lambda: bool(stack.reader.announced))
         await asyncio.sleep(0.5)
         incarnation = stack.reader.announced[-1].incarnation
-        worker.process.says["epoch"] = 1000
-        await until(lambda: stack.reader.announced[-1].epoch == 1001)
+        later = worker.process.says["epoch"] = stack.reader.announced[-1].epoch + 10**9
+        await until(lambda: stack.reader.announced[-1].epoch == later + 1)
         assert stack.reader.announced[-1].incarnation != incarnation
         await stack.reader.submit(stack.reader.spec("a"))
         await until(lambda: "a" in stack.reader.ended)
@@ -138,14 +138,29 @@ async def test_the_process_survives_its_kill_and_stops_on_signal(
 async def test_without_predictor_and_placement_nothing_is_lost(stack: BusStack) -> None:
     await stack.peers.detach(PlacementOnBus.HANDLERS)
     await stack.peers.detach(PredictorOnBus.HANDLERS)
-    worker, scheduler = await stack.worker(), await stack.scheduler()
-    async with running(worker.run(), scheduler.serve()):
+    await check_spread(stack)
+
+
+async def test_a_placement_that_hangs_is_not_waited_for(stack: BusStack) -> None:
+    """Every request waited for as long as it hung."""
+    stack.placement.delay_s = 1000.0
+    await check_spread(stack)
+
+
+async def check_spread(stack: BusStack) -> None:
+    """Requests go to the least loaded worker, and the recording says that placement did not answer."""
+    unplaced = metrics.counter("kvasir_scheduler_placed_without_total", "")
+    before = unplaced._value.get()
+    workers = [await stack.worker(name) for name in ("worker-0", "worker-1")]
+    scheduler = await stack.scheduler()
+    async with running(*(worker.run() for worker in workers), scheduler.serve()):
         await until(lambda: bool(stack.reader.announced))
-        await stack.reader.submit(stack.reader.spec("a"))
-        await asyncio.sleep(0.6)
-        assert worker.plans == []
-        await stack.peers.attach(PlacementOnBus.HANDLERS, stack.placement)
-        await until(lambda: "a" in stack.reader.ended)
+        names = ["a", "b", "c", "d"]
+        for name in names:
+            await stack.reader.submit(stack.reader.spec(name))
+        await until(lambda: set(stack.reader.ended) == set(names))
+        assert all(worker.plans for worker in workers)
+        assert unplaced._value.get() - before == len(names)
 
 
 async def test_a_submission_is_placed_planned_and_ends(stack: BusStack) -> None:
@@ -211,7 +226,7 @@ async def test_refusals_keep_their_type_on_the_way(stack: BusStack) -> None:
 
 async def test_a_refusal_says_what_it_saved(stack: BusStack, caplog: pytest.LogCaptureFixture) -> None:
     scheduler = await stack.scheduler(max_queued=2)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         async with running(scheduler.serve()):
             await until(lambda: bool(stack.reader.announced))
             for name in "ab":

@@ -11,9 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.stack import obstructions
 from services.stack.cli import main
@@ -62,11 +65,44 @@ def test_credentials_are_made_once_and_private(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
 
 
-def test_damaged_files_are_made_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ['{"api_key": 1', '{"nats_passwords": {}}', "[]", ""])
+def test_credentials_that_cannot_be_read_are_refused_and_left(tmp_path: Path, damage: str) -> None:
+    """A new key was made in silence: every client got a 401."""
     run = made(tmp_path)
-    (run.path / "credentials.json").write_text('{"api_key": 1')
-    made_anew = run.credentials()
-    assert made_anew.api_key.startswith("sk-")
+    run.credentials_file.write_text(damage)
+    with pytest.raises(ConfigError, match="move it away"):
+        run.credentials("worker-0")
+    assert run.credentials_file.read_text() == damage
+
+
+def test_deleted_files_are_written_again(tmp_path: Path) -> None:
+    run, copies = made(tmp_path), dict[Path, str]()
+    before = run.credentials("worker-0")
+    run.nats_config.write_text("x")
+    assert run.acquire() and run.restore(copies) == []
+    for name in ("credentials.json", "nats.conf", "lock"):
+        (run.path / name).unlink()
+    assert sorted(run.restore(copies)) == ["credentials.json", "nats.conf"]
+    assert run.credentials() == before and run.nats_config.read_text() == "x"
+    assert stat.S_IMODE(run.nats_config.stat().st_mode) == 0o600
+    assert run.acquire() and run.acquire()
+    assert made(tmp_path).holder() == os.getpid()
+
+
+def test_little_room_is_a_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made(tmp_path)
+    for total, free, text in (
+        (10**12, 6 * 10**10, ""),
+        (10**12, 4 * 10**10, "40000 MB"),
+        (10**9, 10**8, "100 MB"),
+    ):
+        usage = shutil._ntuple_diskusage(total, total - free, free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        assert text in run.low_disk() and bool(text) == bool(run.low_disk())
+
+
+def test_what_is_missing_is_completed_and_a_damaged_state_is_none(tmp_path: Path) -> None:
+    run = made(tmp_path)
     (run.path / "credentials.json").write_text(
         json.dumps({"api_key": "sk-kept", "nats_passwords": {"worker-7": "kept", "worker": "gone"}})
     )
@@ -95,10 +131,27 @@ def test_long_logs_are_trimmed_under_their_writer(tmp_path: Path) -> None:
         writer.write("x" * 200)
         writer.flush()
         (run.logs / "b.log").write_text("short")
-        assert run.trim_logs(limit_bytes=100) == ["a"]
+        run.trim_logs(most_bytes=600)
         writer.write("more")
     assert (run.logs / "a.log").read_text() == "more" and (run.logs / "a.log.1").read_text() == "x" * 200
     assert (run.logs / "b.log").read_text() == "short"
+
+
+@given(rounds=st.lists(st.lists(st.integers(0, 400), min_size=3, max_size=3), min_size=1, max_size=8))
+def test_logs_never_exceed_their_bound_and_the_latest_lines_stay(rounds: list[list[int]]) -> None:
+    """They were trimmed to 64 MiB each, with older parts that nothing bounded."""
+    with TemporaryDirectory() as folder:
+        run = made(Path(folder))
+        for number, sizes in enumerate(rounds):
+            for name, size in zip("abc", sizes, strict=True):
+                with (run.logs / f"{name}.log").open("a") as file:
+                    file.write("x" * size)
+            if number % 3 == 2:
+                run.rotate_logs()
+            run.trim_logs(most_bytes=1000)
+            found = {path.name: path.stat().st_size for path in run.logs.iterdir()}
+            assert sum(found.values()) <= 1000
+            assert all(found[f"{name}.log"] <= 111 for name in "abc" if f"{name}.log" in found)
 
 
 async def test_ends_groups_and_spares_who_has_the_pid_now(tmp_path: Path) -> None:

@@ -28,10 +28,17 @@ ENV = dict(os.environ)
 class Stage:
     """A supervisor, what it said, and a clean end."""
 
-    def __init__(self, here: Path, specs: Sequence[ChildSpec], backoff: Callable[[], Backoff]) -> None:
+    def __init__(
+        self, here: Path, specs: Sequence[ChildSpec], backoff: Callable[[], Backoff], logs: Path | None = None
+    ) -> None:
         self.said: list[str] = []
         self.supervisor = Supervisor(
-            specs, cwd=here, logs=here, say=self.said.append, on_change=self._note, new_backoff=backoff
+            specs,
+            cwd=here,
+            logs=logs or here,
+            say=self.said.append,
+            on_change=self._note,
+            new_backoff=backoff,
         )
         self.ends: list[str] = []
 
@@ -48,9 +55,9 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def staged(
-    here: Path, *specs: ChildSpec, backoff: Callable[[], Backoff] = Backoff
+    here: Path, *specs: ChildSpec, backoff: Callable[[], Backoff] = Backoff, logs: Path | None = None
 ) -> AsyncIterator[Stage]:
-    stage = Stage(here, specs, backoff)
+    stage = Stage(here, specs, backoff, logs)
     stage.supervisor.start()
     try:
         yield stage

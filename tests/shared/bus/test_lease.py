@@ -1,4 +1,4 @@
-"""Leases on a real, file-backed JetStream bucket."""
+"""Leases on a real JetStream bucket, in the memory of its server."""
 
 import asyncio
 import time
@@ -119,12 +119,31 @@ async def renewed(lease: Lease) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_the_bucket_is_on_file(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
+async def test_the_bucket_needs_no_disk(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
     await acquired(await connect_bus("scheduler", "scheduler-0"))
     tool = await nats.connect(nats_server.url)
     status = await (await tool.jetstream().key_value(subjects.LEASE_BUCKET)).status()
-    assert status.stream_info.config.storage == StorageType.FILE
+    assert status.stream_info.config.storage == StorageType.MEMORY
     await tool.close()
+
+
+async def test_no_epoch_is_given_twice_though_every_server_forgets(
+    connect_bus: ConnectBus, nats_server: NatsServer
+) -> None:
+    """Each server that dies takes the leases with it; contenders and holders meet an empty bucket."""
+    given: list[int] = []
+    for index in range(4):
+        buses = [await connect_bus("scheduler", f"scheduler-{index}-{each}") for each in (0, 1)]
+        first = await acquired(buses[0], ttl_s=0.2)
+        waiting = asyncio.create_task(acquired(buses[1], ttl_s=0.4))
+        await asyncio.sleep(0.1)
+        nats_server.kill()
+        nats_server.start()
+        await until(lambda buses=buses: all(bus.connected for bus in buses))  # type: ignore[misc]
+        given += [first.epoch, (await waiting).epoch]
+        with pytest.raises(errors.NotLeader, match=f"scheduler-{index}-1"):
+            await first.renew()
+    assert given == sorted(set(given))
 
 
 async def test_time_of_a_blind_observer_is_not_silence(
@@ -153,15 +172,18 @@ async def test_a_renewal_whose_answer_was_lost_is_not_a_lost_lease(connect_bus: 
     assert lease._revision == revision + 2
 
 
-async def test_a_deleted_bucket_is_a_lost_lease(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
+async def test_a_holder_goes_on_in_a_new_bucket(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
     bus = await connect_bus("scheduler", "scheduler-0")
     lease = await acquired(bus)
     tool = await nats.connect(nats_server.url)
     await tool.jetstream().delete_key_value(subjects.LEASE_BUCKET)
     await tool.close()
-    with pytest.raises(errors.NotLeader, match="nobody"):
+    await lease.renew()
+    await lease.renew()
+    other = await acquired(await connect_bus("scheduler", "scheduler-1"), ttl_s=0.2)
+    assert other.epoch > lease._revision > lease.epoch
+    with pytest.raises(errors.NotLeader, match="scheduler-1"):
         await lease.renew()
-    await acquired(bus)
 
 
 async def test_without_jetstream_the_standby_waits_and_the_log_says_why(

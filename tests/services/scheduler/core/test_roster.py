@@ -9,6 +9,7 @@ from services.scheduler.core.effects import (
     AskPrediction,
     CancelAtWorker,
     Effect,
+    NotePlaced,
     SendPlan,
     SequenceLeft,
     WantKvAtWorker,
@@ -50,6 +51,34 @@ def test_from_the_backlog_to_a_worker_and_back() -> None:
     roster.check_integrity()
     assert (item.phase, item.worker_id, len(roster.backlog)) == (Phase.QUEUED, None, 1)
     assert pipeline.next_plans(0.0) == [], "its policy has forgotten it"
+
+
+def test_a_sequence_that_runs_alone_gets_an_idle_worker_and_keeps_it() -> None:
+    roster, pipeline = roster_with_pipeline()
+    second = roster.welcome(
+        worker_report("worker-1", block_tokens=4, total_blocks=20, free_blocks=20), 1, 0.0
+    )
+    second.begin(GuardedPolicy(VllmPolicy, WorkerShape(4, 20), roster.rules.settings), second.report, 0.0)
+    for name, at in (("a", pipeline), ("b", second)):
+        roster.add(sequence(name))
+        roster.place(roster.sequences[(name, 0)], at, 0.0)
+    alone = Sequence.from_spec(spec(ref("alone"), [7] * 4, max_tokens=20, runs_alone=True), 0.0)
+    roster.add(alone)
+    roster.add(sequence("c"))
+    question = roster.backlog.ask((), 0.0)
+    assert question is not None and [item.ref for item in question.items] == [ref("c")]
+    assert roster.seat_alone(1.0) == [] and not roster.reserved, "a worker may soon be idle"
+    assert roster.seat_alone(3.0) == [] and list(roster.reserved) == ["worker-0"]
+    assert roster.closed_workers() == ("worker-0",) and roster.pipeline_without_choice(alone) is None
+    assert roster.least_loaded(sequence("d")) is second
+    roster.leave(roster.sequences[("a", 0)], Phase.CANCELLED, 4.0)
+    told = roster.seat_alone(4.0)
+    assert alone.worker_id == "worker-0" and told[0] == NotePlaced(ref("alone"), "worker-0", "it runs alone")
+    assert roster.seat_alone(5.0) == [] and list(roster.reserved) == ["worker-0"]
+    roster.check_integrity()
+    roster.leave(alone, Phase.CANCELLED, 6.0)
+    roster.seat_alone(6.0)
+    assert roster.closed_workers() == ()
 
 
 def test_a_cancel_reaches_the_worker_only_when_it_holds_the_sequence() -> None:
