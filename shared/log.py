@@ -4,7 +4,6 @@ one canonical line per request, the gateway at `info`, the others at `debug`."""
 import logging
 import sys
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Literal
 
 import orjson
@@ -32,16 +31,19 @@ def configure(level: str, service: str, instance: str, log_format: LogFormat = "
     logging.captureWarnings(True)
 
 
-def canonical(logger: logging.Logger, event: str, *, _level: int = logging.INFO, **fields: Any) -> None:
+def canonical(logger: logging.Logger, event: str, **fields: Any) -> None:
     """Log the canonical line of a request, a start, a takeover or the like. Omit fields that are None."""
-    for name in [*fields]:
-        if fields[name] is None:
-            del fields[name]
-    logger.log(_level, event, extra={"fields": fields})
+    _log(logger, logging.INFO, event, fields)
 
 
-detail = partial(canonical, _level=logging.DEBUG)
-"""Logs a line of a request for which the gateway logs the canonical one."""
+def detail(logger: logging.Logger, event: str, **fields: Any) -> None:
+    """Log a line of a request for which the gateway logs the canonical one."""
+    _log(logger, logging.DEBUG, event, fields)
+
+
+def _log(logger: logging.Logger, level: int, event: str, fields: dict[str, Any]) -> None:
+    said = {name: value for name, value in fields.items() if value is not None}
+    logger.log(level, event, extra={"fields": said})
 
 
 class JsonFormatter(logging.Formatter):

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 from services.stack.supervisor import ChildState
 from shared import subjects
@@ -16,7 +16,8 @@ _SLOW = 5.0
 """A step this many times as long as those of the other workers is slow."""
 _SILENT_S, _ASIDE_S = 2.0, 5.0
 """Time without an answer, and off the bus or without a leader, after which it is reported."""
-Rows, Answers = Sequence[Mapping[str, Any]], Sequence[ServiceStatus]
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
+Answers: TypeAlias = Sequence[ServiceStatus]
 _NAMED = 3
 _WIDTH = 80
 

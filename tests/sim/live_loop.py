@@ -62,7 +62,7 @@ class EngineOnClock:
         self._passed_s = seconds
 
     def __call__(self, work: StepWork) -> Computed:
-        return self._engine.step([row_of(item) for item in work.items]), self._passed_s
+        return [*self._engine.step([row_of(item) for item in work.items])], self._passed_s
 
 
 def spec_of(request: SimRequest) -> SequenceSpec:

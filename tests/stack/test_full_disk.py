@@ -59,7 +59,8 @@ async def test_a_full_disk_stops_nothing_and_is_a_trouble(small_disk: Path) -> N
     with running_stack(small_disk / "run", settings=settings) as stack:
         key = stack.key
         assert await chat(stack, "Before") == 200
-        began_s, codes = time.monotonic(), []
+        began_s = time.monotonic()
+        codes: list[int] = []
         while time.monotonic() - began_s < _FULL_S:
             fill(small_disk)
             codes.append(await chat(stack, f"Once, {len(codes)} times"))

@@ -110,7 +110,7 @@ async def world(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPa
     """Its worker takes its time: what is said of an answer arrives while it is computed."""
     compute = TorchEngine.step
 
-    def slowly(engine: TorchEngine, rows: Sequence[Row]) -> list[Sampled | None]:
+    def slowly(engine: TorchEngine, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         time.sleep(0.01)
         return compute(engine, rows)
 

@@ -49,7 +49,7 @@ class Thread:
     def __init__(self, engine: Engine, *, cached: bool = True) -> None:
         assert isinstance(engine, CacheableEngine)
         self.engine = engine
-        self.store = open_store(PrefixCacheConfig(host_mb=0), engine, "test", TransferEngine(lambda: None))
+        self.store = open_store(PrefixCacheConfig(), engine, "test", TransferEngine(lambda: None))
         prefixes = Prefixes(self.store.cache, self.store.fingerprint) if cached else None
         limits = SequenceLimits(200, engine.vocabulary, 60.0, 60.0)
         self.table = SequenceTable(self.store.cache, limits, prefixes)

@@ -207,7 +207,7 @@ async def test_a_cancel_frees_blocks_within_a_step(
 ) -> None:
     compute = TorchEngine.step
 
-    def slowly(engine: TorchEngine, rows: Sequence[Row]) -> list[Sampled | None]:
+    def slowly(engine: TorchEngine, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         time.sleep(0.05)  # the answer is not over before the cancel is there
         return compute(engine, rows)
 
@@ -231,7 +231,7 @@ async def test_a_plan_that_comes_in_a_long_step_has_reached_the_worker(
     """Else a step that takes longer than a scheduler is willing to wait costs a snapshot each time."""
     compute, under_way, go_on = TorchEngine.step, threading.Event(), threading.Event()
 
-    def held(engine: TorchEngine, rows: Sequence[Row]) -> list[Sampled | None]:
+    def held(engine: TorchEngine, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         under_way.set()
         assert go_on.wait(PATIENCE_S)
         return compute(engine, rows)
