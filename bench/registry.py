@@ -55,6 +55,7 @@ BENCHES = (
     Bench("pie", "live.pie.bench", "KV layers swapped behind the computation, live or simulated"),
     Bench("pie-gpu", "micro.pie_gpu", "Pie's copies beside Llama-2-13B's computation on a GPU"),
     Bench("migrate", "live.migrate.bench", "live migrations while clients read: pauses, gaps, text"),
+    Bench("host", "live.host", "what the host does for a token where the model costs nothing"),
     Bench("house", "house.bench", "how hard the code is to enter: what a request passes through"),
     Bench("placement", "simulated.placement.bench", "GPUs and moves of MELL against its rivals, simulated"),
     Bench("prefix", "live.prefix.bench", "what the prefix cache finds (simulated) and brings (live)"),

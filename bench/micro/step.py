@@ -10,6 +10,7 @@ others medians.
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from itertools import product
+from statistics import median
 from time import thread_time
 from typing import Any
 
@@ -18,11 +19,14 @@ import torch
 from bench.kit.context import Context
 from bench.kit.models import checkpoint
 from bench.kit.outcome import Outcome, Table
-from bench.micro.host_steps import host_ms, split_ms
+from bench.micro.engine_host import thread_us_per_row
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import load
+from services.worker.engine.partition import Homes, split
+from services.worker.engine.spans import Span, pack
+from services.worker.kv.core.block_pool import block_table
 from shared.messages.sequence import Sampling
 
 _BLOCK_TOKENS = 16
@@ -30,6 +34,7 @@ _REPEATS = 40
 _QUICK_REPEATS = 8
 _HOST = {"64x1k": (64, 1024), "256x8k": (256, 8192)}
 """(batch, context tokens) by name. Quick runs skip those above their batches."""
+_WARM_STEPS = 3
 _SPLIT_BATCHES = (64, 256)
 _SPLIT_CONTEXT, _BORROWERS, _BORROWED_BLOCKS = 1024, 2, 16
 """In each of these batches two sequences borrow their last 16 blocks."""
@@ -66,7 +71,8 @@ def run(context: Context) -> Outcome:
     host: list[Sequence[object]] = []
     for name, (batch, tokens) in _HOST.items():
         if not (context.quick and batch > max(flags.batches)):
-            figures[f"host_ms_{name}"] = host_ms(model, batch, tokens, _BLOCK_TOKENS, repeats)
+            us_per_row = thread_us_per_row(model, batch, context_tokens=tokens)
+            figures[f"host_ms_{name}"] = us_per_row * batch / 1e3
             host.append((batch, tokens, figures[f"host_ms_{name}"]))
     cut: list[Sequence[object]] = []
     for batch in _SPLIT_BATCHES:
@@ -81,6 +87,28 @@ def run(context: Context) -> Outcome:
     ]
     notes = ["CPU time; steps: least of the repetitions; host and split: median"]
     return Outcome(figures, 0, tables, notes)
+
+
+def split_ms(
+    batch: int, context_tokens: int, block_tokens: int, borrowers: int, borrowed_blocks: int, steps: int
+) -> float:
+    """Return the median CPU milliseconds to split a step of `batch` decodes. The first `borrowers`
+    sequences have their last `borrowed_blocks` blocks at one creditor."""
+    each = -(-(context_tokens + 1) // block_tokens)
+    homes, spans, there = Homes(batch * each), [], 0
+    for row in range(batch):
+        blocks = list(range(row * each, (row + 1) * each))
+        if row < borrowers:
+            places = range(there, there := there + borrowed_blocks)
+            blocks[-borrowed_blocks:] = [batch * each + place for place in places]
+            homes.place(blocks[-borrowed_blocks:], 1, places)
+        spans.append(Span(context_tokens, 1, block_table(blocks)))
+    packed, took_s = pack(spans, block_tokens), []
+    for _ in range(_WARM_STEPS + steps):
+        began_s = thread_time()
+        split(packed, homes, block_tokens)
+        took_s.append(thread_time() - began_s)
+    return 1e3 * median(took_s[_WARM_STEPS:])
 
 
 def decode_rows(batch: int, context_tokens: int, sampling: Sampling) -> list[Row]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import FailFast, Field
 
 from services.gateway.errors import UnsupportedFeature, body_of, shown, status_of
 from services.gateway.openai.fields import ECHOED, MESSAGES_IGNORED, Ignored, settle
 from services.gateway.openai.replies import NO_DETAILS, AnswerWriter, FinishedChoice, PieceDetails, Usage
-from services.gateway.openai.schemas import MAX_STOPS, StopString, parse_chat, validated
+from services.gateway.openai.schemas import MAX_STOPS, NamesModel, StopString, parse_chat, validated
 from services.gateway.parts.items import AnswerPart, CallBegun, Content, Reasoning
 from shared.errors import ContextOverflow, InvalidRequest, KvasirError
 
@@ -22,12 +22,9 @@ _LONG = re.compile(rb"-[0-9]{19}|[0-9]{20}")
 _EFFORTS = {"low", "medium", "high"}
 
 
-class MessagesRequest(BaseModel):
+class MessagesRequest(NamesModel):
     """POST /v1/messages."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
-
-    model: str
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     system: Any = None

@@ -21,12 +21,12 @@ from services.gateway.http.connection import Server, bind, make_operator_server,
 from services.gateway.http.middleware import OPEN_PATHS, OPERATOR_PATHS, Edge
 from services.gateway.http.reading import Models
 from services.gateway.http.routes import make_app, make_operator_app
+from services.gateway.http.stored import ResponseStore
 from services.gateway.key_watch import KeyWatch, Metered
 from services.gateway.lasting.desk import HANDLERS as LASTING
 from services.gateway.lasting.desk import LastingDesk
 from services.gateway.lasting.peers import Peers
 from services.gateway.openai.admission import Acceptance
-from services.gateway.openai.response_store import ResponseStore
 from services.gateway.sessions import Sessions
 from services.gateway.text.tokenizer import load_codec
 from services.gateway.ui.routes import PAGE_PATHS, add_page

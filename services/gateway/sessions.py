@@ -11,13 +11,13 @@ from services.gateway.config import GatewayConfig
 from services.gateway.core.stream import Stream, StreamEffects, StreamPhase, StreamTiming, disown
 from services.gateway.core.views import SchedulerView, StackView, WorkerTable
 from services.gateway.counters import Counters
-from services.gateway.dispatch import Dispatch
 from services.gateway.errors import ShuttingDown
 from services.gateway.exchange import (
     NO_LEGACY,
     NONE,
     REFUSED_AFTER,
     Deadline,
+    Dispatch,
     Exchange,
     Legacy,
     OpenChoice,
@@ -69,6 +69,8 @@ class Sessions:
         self._bus = bus
         self.now_s = now_s
         self._open: dict[SequenceKey, OpenChoice] = {}
+        self._news: dict[Exchange, None] = {}
+        """Exchanges with news that their readers have not seen."""
         self._worker_seen = asyncio.Event()
         self._is_draining = self._is_ended = False
         self.output_tokens = 0
@@ -234,20 +236,24 @@ class Sessions:
             if sequence is None or not sequence.stream.reads(delta.attempt):
                 self.counters.stale_deltas.inc()
                 continue
+            stream, exchange = sequence.stream, sequence.exchange
             self.output_tokens += len(delta.tokens)
-            before = len(sequence.stream.tokens)
-            self.apply(sequence, sequence.stream.on_delta(delta, worker, now_s))
-            new = len(sequence.stream.tokens) - before
+            before = len(stream.tokens)
+            if effects := stream.on_delta(delta, worker, now_s):
+                self.apply(sequence, effects)
+            new = len(stream.tokens) - before
             if not new:  # a frame may arrive twice
                 continue
-            figures = sequence.exchange.figures
+            self._wake(exchange)
+            figures = exchange.figures
             figures.generated_tokens += new
             if sequence.heard_s:
                 figures.gap_s.observe(now_s - sequence.heard_s)
             sequence.heard_s = now_s
             if not before:
-                ref, cached = sequence.stream.ref, delta.cached_tokens
-                self.dispatch.note("first tokens", ref, worker=worker[0], cached_tokens=cached)
+                self.dispatch.note(
+                    "first tokens", stream.ref, worker=worker[0], cached_tokens=delta.cached_tokens
+                )
 
     def on_worker_reported(self, report: WorkerReported) -> None:
         """Update the worker's liveness, and check its listed sequences for gaps and orphans."""
@@ -261,7 +267,10 @@ class Sessions:
                 continue
             sequence = self._open.get(listed.ref.key)
             if sequence is not None:
-                self.apply(sequence, sequence.stream.on_report(listed, worker, now_s))
+                was_accepted = sequence.stream.accepted
+                effects = sequence.stream.on_report(listed, worker, now_s)
+                if effects or not was_accepted:
+                    self.apply(sequence, effects)
             elif listed.heir_of in (0, self._bus.incarnation):  # not one that awaits a takeover
                 self.dispatch.tell(disown(listed, worker, goes_on=False))
 
@@ -319,7 +328,7 @@ class Sessions:
     def on_absence(self) -> None:
         """Hand over unserved sequences after this process was stopped or off the bus for too long."""
         for sequence in list(self._open.values()):
-            self.apply(sequence, sequence.stream.on_absence(self.now_s()))
+            self.apply(sequence, sequence.stream.on_silence(self.now_s()))
 
     def on_tick(self) -> None:
         """Advance every timeout. Call about ten times a second."""
@@ -333,13 +342,24 @@ class Sessions:
         self.counters.workers.set(self.workers.serving)
 
     def apply(self, sequence: OpenChoice, effects: StreamEffects) -> None:
-        """Carry out the effects, retire a finished sequence, and wake the reader on news."""
+        """Carry out the effects, retire a finished sequence, and wake the reader."""
         for effect in effects:
             self.dispatch.carry_out(sequence, effect)
         if not sequence.stream.is_open and self._open.pop(sequence.stream.key, None) is not None:
             self._retire(sequence)
-        if sequence.has_news():
-            sequence.exchange.notify()
+        self._wake(sequence.exchange)
+
+    def _wake(self, exchange: Exchange) -> None:
+        """Wake the exchange's reader once the event loop has handled what has arrived: a reader sees the
+        tokens of several frames at once, and writes them as one event."""
+        if not self._news:
+            asyncio.get_running_loop().call_soon(self._wake_readers)
+        self._news[exchange] = None
+
+    def _wake_readers(self) -> None:
+        news, self._news = self._news, {}
+        for exchange in news:
+            exchange.notify()
 
     def _retire(self, sequence: OpenChoice) -> None:
         stream = sequence.stream

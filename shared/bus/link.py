@@ -18,35 +18,11 @@ import nats.errors
 from nats.aio.client import Client
 
 from shared import watchdog
+from shared.bus.client import EncryptedClient, FairClient
 from shared.bus.counters import BusCounters
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, ConfigError, KvasirError, PermissionRefused
 from shared.subjects import is_inbox
-
-TURN_S = 0.004
-"""Maximum time to process messages in a row before yielding to the event loop."""
-
-
-class FairClient(Client):
-    """NATS client that yields to the event loop while it reads. nats-py reads as long as its socket has data.
-    After a stall of one second, that blocked a gateway's new requests for 0.17 s."""
-
-    _turn_began_s = 0.0
-
-    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
-        await super()._process_msg(sid, subject, reply, data, headers)
-        if time.perf_counter() - self._turn_began_s > TURN_S:
-            await asyncio.sleep(0)
-            self._turn_began_s = time.perf_counter()
-
-
-class EncryptedClient(FairClient):
-    """NATS client that never sends its password unencrypted; nats-py does if the server offers no TLS."""
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        if initial_connection and not info.get("tls_required"):
-            raise nats.errors.Error("nats: the server offers no TLS")
-        await super()._process_info(info, initial_connection)
 
 
 def tls_options(config: BusConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from shared.messages.values import (
 )
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural log-probabilities of the raw model: before penalties, temperature and filters."""
 
     chosen: LogProbability
@@ -27,7 +27,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Set if the request embeds: input of the model's head at this token, little-endian fp32."""
 
 
-class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sequence. A reader that holds fewer than `first_index` tokens has missed some."""
 
     request_id: RequestId
@@ -45,7 +45,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """`proof_of` the attempt's capability; sent with the first tokens and with each fetch."""
 
 
-class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
+class TokenFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of one step for one gateway."""
 
     worker_id: Id

@@ -4,16 +4,17 @@ from argparse import ArgumentParser, ArgumentTypeError
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench.kit.context import Context, check_resumable, read_cells
 from bench.kit.cores import Cores
 from bench.kit.models import RANDOM_SHAPES, checkpoint, vocabulary
 from bench.kit.outcome import Outcome
-from bench.kit.peers import FASTEST, VLLM_VARIANTS, vllm_binary
+from bench.kit.peers import FASTEST, VLLM_VARIANTS, start_vllm, vllm_binary
 from bench.kit.stacks import start_all
 from bench.live.engine import figures
 from bench.live.engine.duel import BatchCell, Duel, cells, missing, run_turns
-from bench.live.engine.sides import Setup, start_kvasir, start_llamacpp, start_peer
+from bench.live.engine.sides import MAX_CONTEXT_TOKENS, Setup, start_kvasir, start_llamacpp
 from shared.errors import ConfigError
 
 _ALTERNATIONS, _QUICK_ALTERNATIONS = 5, 2
@@ -94,7 +95,9 @@ def _measure(
     setup = Setup(model, flags.kv_gib, most, cores.engine, context.run_dir.resolve(), flags.gguf)
     if flags.peer == "vllm":
         vllm_binary()
-        peer = partial(start_peer, setup, VLLM_VARIANTS[flags.vllm])
+        settings: dict[str, Any] = {"engine_core": setup.engine_core, "context_tokens": MAX_CONTEXT_TOKENS}
+        settings |= {"max_sequences": setup.max_sequences, "kv_gib": setup.kv_gib}
+        peer = partial(start_vllm, setup.run_dir, setup.model, VLLM_VARIANTS[flags.vllm], **settings)
     else:
         peer = partial(start_llamacpp, setup)
     with ExitStack() as running:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from bench.kit.load import Target
 from bench.kit.models import CACHE
-from bench.kit.peers import VllmVariant, start_vllm
 from bench.kit.processes import ProcessTree
 from bench.kit.provenance import ROOT
 from bench.kit.stacks import PLAIN, Server, start_stack, started
@@ -45,34 +44,13 @@ def start_kvasir(setup: Setup) -> Server:
     return start_stack(setup.run_dir / "kvasir", settings, model=setup.model)
 
 
-def start_peer(setup: Setup, variant: VllmVariant) -> Server:
-    """Start vLLM. Raises ConfigError if it is not set up."""
-    return start_vllm(
-        setup.run_dir,
-        setup.model,
-        variant,
-        engine_core=setup.engine_core,
-        context_tokens=MAX_CONTEXT_TOKENS,
-        max_sequences=setup.max_sequences,
-        kv_gib=setup.kv_gib,
-    )
-
-
 def start_llamacpp(setup: Setup) -> Server:
     """Start `llama-server` with an F32 KV cache, and F32 weights unless a GGUF file is given. Raises
     ConfigError if it is not set up."""
     binary, port = llamacpp_binary(), free_port()
     cache_tokens = min(setup.max_sequences, 32) * MAX_CONTEXT_TOKENS
-    argv = [
-        binary,
-        "--model",
-        str(setup.gguf or gguf(setup.model)),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    argv += ["--parallel", str(setup.max_sequences)]
+    argv = [binary, "--model", str(setup.gguf or gguf(setup.model)), "--host", "127.0.0.1"]
+    argv += ["--port", str(port), "--parallel", str(setup.max_sequences)]
     argv += ["--ctx-size", str(cache_tokens), "--kv-unified"]
     argv += ["--threads", "1", "--threads-batch", "1", "--cache-type-k", "f32", "--cache-type-v", "f32"]
     argv += ["--cache-ram", "0", "--no-warmup", "--alias", setup.model.name]

@@ -58,12 +58,11 @@ _BATCHES = (1, 32, 64)
 
 @dataclass(frozen=True)
 class _Compared:
-    """Paces of both sides for one batch size, by alternation, and the stack's CPU use."""
+    """Paces of both sides for one batch size, by alternation."""
 
     batch: int
     served: list[Pace]
     direct: list[Pace]
-    cpu_us_per_token: dict[str, float]
     idle_share: float
     failures: int
 
@@ -102,11 +101,11 @@ def _compare(context: Context, stack: Stack, direct: DirectEngine, batch: int) -
     arguments, quick = context.arguments, context.quick
     alternations = arguments.alternations or (3 if quick else 7)
     tokens = arguments.output_tokens or (48 if quick else 192)
-    draw, failures, used = context.random(f"batch {batch}"), 0, 0
+    draw, failures = context.random(f"batch {batch}"), 0
     rounds = max(1, 8 // batch)
 
     def served() -> Pace:
-        nonlocal failures, used
+        nonlocal failures
         answers: list[Answer] = []
         spent_s = 0.0
         for _ in range(rounds):
@@ -117,7 +116,6 @@ def _compare(context: Context, stack: Stack, direct: DirectEngine, batch: int) -
         failures += check(answers, tokens)
         if first_error(answers):
             raise InternalError(f"a request failed: {first_error(answers)}")
-        used += tokens * len(answers)
         times = [[at - one.sent_s for at in one.event_s] for one in answers]
         return pace_of(times, tokens * len(answers), spent_s)
 
@@ -132,17 +130,15 @@ def _compare(context: Context, stack: Stack, direct: DirectEngine, batch: int) -
         return pace_of(times, tokens * len(times), spent_s)
 
     served(), called()
-    failures = used = 0
+    failures = 0
     context.say(f"batch {batch}: {alternations} alternations")
-    cpu, engine = stack.cpu_s(), _engine_time_s(stack)
+    before = _engine_time_s(stack)
     ours, theirs = alternate([served, called], alternations)
-    after, engine_after = stack.cpu_s(), _engine_time_s(stack)
-    computed_s, idle_s = (b - a for a, b in zip(engine, engine_after, strict=True))
+    computed_s, idle_s = (b - a for a, b in zip(before, _engine_time_s(stack), strict=True))
     return _Compared(
         batch=batch,
         served=ours,
         direct=theirs,
-        cpu_us_per_token={name: (after[name] - cpu.get(name, 0.0)) / used * 1e6 for name in after},
         idle_share=idle_s / (computed_s + idle_s),
         failures=failures,
     )
@@ -187,7 +183,6 @@ def _outcome(compared: Sequence[_Compared], held: Held) -> Outcome:
         ratio = ratio_of([pace.tok_s for pace in one.served], [pace.tok_s for pace in one.direct])
         figures["tok_s_ratio" if one.batch == 32 else f"tok_s_ratio_b{one.batch}"] = ratio.median
         figures[f"engine_idle_share_b{one.batch}"] = one.idle_share
-        figures[f"gateway_cpu_us_per_token_b{one.batch}"] = one.cpu_us_per_token["gateway-0"]
     figures |= {
         "streams": float(held.streams - held.failures),
         "streams_refused": float(held.failures),
@@ -199,7 +194,7 @@ def _outcome(compared: Sequence[_Compared], held: Held) -> Outcome:
     }
     failures = held.failures + sum(one.failures for one in compared)
     notes = [f"the first stream that failed: {held.error}"] if held.error else []
-    return Outcome(figures, failures, (_paces(compared), _cpu(compared)), notes)
+    return Outcome(figures, failures, (_paces(compared),), notes)
 
 
 def _paces(compared: Sequence[_Compared]) -> Table:
@@ -210,10 +205,3 @@ def _paces(compared: Sequence[_Compared]) -> Table:
         for name, pace in (("served", one.served[turn]), ("direct", one.direct[turn]))
     ]
     return Table("by alternation", ("batch", "turn", "side", "first ms", "gap ms", "tok/s"), rows)
-
-
-def _cpu(compared: Sequence[_Compared]) -> Table:
-    names = sorted({name for one in compared for name in one.cpu_us_per_token})
-    rows = [(name, *(one.cpu_us_per_token.get(name, 0.0) for one in compared)) for name in names]
-    columns = ("CPU µs per token", *(f"batch {one.batch}" for one in compared))
-    return Table("who spends what", columns, rows)

@@ -14,13 +14,9 @@ from shared.errors import ConfigError
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--trace",
-        default="auto",
-        help="a file as mooncake's, mooncake, or generated: "
-        + ", ".join(PRESETS)
-        + "; auto: mooncake's if it is there, else chats [%(default)s]",
-    )
+    generated = ", ".join(PRESETS)
+    traces = f"a file as mooncake's, mooncake, or generated: {generated}; auto: mooncake's, else chats"
+    add("--trace", default="auto", help=f"{traces} [%(default)s]")
     add("--sizes", nargs="+", type=int, metavar="BLOCKS", help="of the cache, in one tier")
     add("--processes", type=int, help="replays at a time [one per core]")
     add("--model", default=str(TINY_CHAT), help="folder of a checkpoint, or random-100m, for the live part")

@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench.kit.context import Context
-from bench.kit.peers import FASTEST, VLLM_VARIANTS, vllm_binary
+from bench.kit.peers import FASTEST, VLLM_BLOCK_TOKENS, VLLM_VARIANTS, start_vllm, vllm_binary
 from bench.kit.stacks import Server, start_all
 from bench.live.serve.arena import Arena, Workload, true_lengths
 from bench.live.serve.plan import Plan
 from bench.live.serve.sides import (
     BASE,
+    MAX_SEQUENCES,
     MECHANISMS,
     ORACLE,
     OURS,
@@ -24,7 +26,6 @@ from bench.live.serve.sides import (
     Policy,
     Shape,
     start_ours,
-    start_peer,
     train_regressor,
 )
 from services.predictor.core.length_model import LengthSample
@@ -49,7 +50,9 @@ def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -
     if variant is not None:
         vllm_binary()
     if variant is not None and PEER in plan.sides:
-        starts.append(partial(start_peer, shape, variant))
+        sizes: dict[str, Any] = {"engine_core": core, "context_tokens": plan.context_tokens}
+        sizes |= {"max_sequences": MAX_SEQUENCES, "kv_blocks": plan.kv_tokens // VLLM_BLOCK_TOKENS + 1}
+        starts.append(partial(start_vllm, folder, plan.model, variant, **sizes))  # it keeps block 0
     context.say(f"KV of {plan.kv_tokens} tokens; starting {', '.join(plan.sides)}")
     first = start_all(starts, running)
     warm_up = plan.prompts.lessons[:_WARM_UP]

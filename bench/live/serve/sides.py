@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.kit.peers import VLLM_BLOCK_TOKENS, VllmVariant, start_vllm
+from bench.kit.peers import VLLM_BLOCK_TOKENS, VllmVariant
 from bench.kit.provenance import ROOT
 from bench.kit.stacks import OFF, PLAIN, Server, start_stack
 from shared.errors import InternalError
@@ -101,19 +101,6 @@ def _engine(shape: Shape) -> dict[str, object]:
         "worker.vllm.eager": not shape.variant.compiled,
         "worker.vllm.max_rows": MAX_SEQUENCES,
     }
-
-
-def start_peer(shape: Shape, variant: VllmVariant) -> Server:
-    """Start vLLM with the same KV. Raises ConfigError if it is not set up."""
-    return start_vllm(
-        shape.run_dir,
-        shape.model,
-        variant,
-        engine_core=shape.engine_core,
-        context_tokens=shape.context_tokens,
-        max_sequences=MAX_SEQUENCES,
-        kv_blocks=shape.kv_tokens // VLLM_BLOCK_TOKENS + 1,  # it uses all but block 0
-    )
 
 
 def train_regressor(lessons: Path, folder: Path) -> str:

@@ -13,8 +13,8 @@ from services.gateway.batches.runner import ENDPOINTS
 from services.gateway.batches.store import MOST_LISTED, WINDOW_S, Batch, BatchStore, File
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import shown
-from services.gateway.http.bodies import read_body
 from services.gateway.http.middleware import RECORD
+from services.gateway.http.reading import read_body
 from services.gateway.http.stored import written_json
 from services.gateway.text.tokenizer import TokenizerThreads
 from shared.errors import InvalidRequest

@@ -90,7 +90,6 @@ LEFT_TOKENS = 32
 OVERLAP_S = 1.0
 """Seconds after which the source is stopped even if the target is silent."""
 
-
 MAX_RETRY_S = 1.0
 """Longest delay between submissions: thousands of streams may wait for a scheduler."""
 _MOST_DOUBLINGS = 10
@@ -103,6 +102,7 @@ MAX_KV_LOSSES = 5
 FETCH_GRACE_S = 0.25
 """Time by which a heartbeat may overtake the frames it counts."""
 RETRY_S = 0.2
+ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +165,6 @@ class Handover:
         if self.is_leaving or not news:
             return (), None
         return (Extend(self.target, ref, held, news),), None
-
-
-ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class StreamPhase(StrEnum):
@@ -249,8 +246,7 @@ class Stream:
         return ()
 
     def on_submit_failed(self, serial: int, error: KvasirError, now_s: float) -> StreamEffects:
-        """End the stream on a refusal or repeated internal errors; otherwise retry. Overloaded, RoleMissing
-        and ForeignSequence end only a stream that was never accepted."""
+        """End the stream on a refusal or repeated internal errors; otherwise retry."""
         if not self.is_open or serial != self._serial:
             return ()
         self._is_under_way = False
@@ -269,6 +265,10 @@ class Stream:
         return ()
 
     def on_delta(self, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
+        is_next = delta.attempt == self.attempt and delta.first_index == len(self.tokens)
+        if is_next and self.server == worker and self._before is None and self.is_open:
+            self._is_served_by(worker, now_s)
+            return self._append(delta, worker, now_s)  # as what follows would, sooner
         if self._before is not None and self.is_open and delta.attempt == self._before.ref.attempt:
             return self._on_late(self._before, delta, worker, now_s)
         if not self.is_open or delta.attempt != self.attempt or not self._is_proven(worker, delta.proof):
@@ -286,13 +286,17 @@ class Stream:
         if first > held:
             self._behind = end, delta.finish_reason is not None, now_s
             return (*left, *self._fetch_if_due(now_s))
-        if end > held:
-            self.tokens.extend(delta.tokens[held - first :])
-            self.logprobs.update(zip(range(held, end), delta.logprobs[held - first :], strict=False))
+        return (*left, *self._append(delta, worker, now_s)) if end >= held else left
+
+    def _append(self, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
+        """Take the tokens of a delta that goes on where these end, or overlaps them."""
+        held = len(self.tokens)
+        common = held - delta.first_index
+        self.tokens += delta.tokens[common:]
+        if delta.logprobs:
+            self.logprobs.update(enumerate(delta.logprobs[common:], held))
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
-        if delta.finish_reason is not None and end >= held:
-            return (*left, *self._end(delta.finish_reason, worker, now_s))
-        return left
+        return () if delta.finish_reason is None else self._end(delta.finish_reason, worker, now_s)
 
     def _on_late(self, before: Handover, delta: TokenDelta, worker: Start, now_s: float) -> StreamEffects:
         effects, reason = before.on_source(delta, worker, self.tokens, self.ref, now_s)
@@ -356,8 +360,7 @@ class Stream:
         new one sends a new token."""
         if not self.is_open or ref.attempt != self.attempt:
             return ()
-        server = self.server
-        effects = self._hand_over("moved", now_s)
+        server, effects = self.server, self._hand_over("moved", now_s)
         if not open_tokens or server is None:
             return effects
         self._before = Handover(ref, server, target, open_tokens, now_s + OVERLAP_S)
@@ -385,13 +388,11 @@ class Stream:
             return self.submit(now_s)
         return ()
 
-    def on_absence(self, now_s: float) -> StreamEffects:
-        """Hand over if unserved: this gateway was silent so long that others may have ended the sequence."""
-        return self._hand_over("absence", now_s) if self.is_open and self.server is None else ()
-
-    def on_inherited(self, now_s: float) -> StreamEffects:
-        """Hand over: another gateway took this one for dead and made workers forget the sequence."""
-        return self._hand_over("inherited", now_s) if self.is_open else ()
+    def on_silence(self, now_s: float, *, is_inherited: bool = False) -> StreamEffects:
+        """Hand over if unserved: this gateway was silent so long that others may have ended the sequence. If
+        `is_inherited`, one took this gateway for dead and made workers forget the sequence."""
+        is_due = self.is_open and (is_inherited or self.server is None)
+        return self._hand_over("inherited" if is_inherited else "absence", now_s) if is_due else ()
 
     def cancel(self) -> StreamEffects:
         """Cancel the rest: the client left, or a stop string is complete."""

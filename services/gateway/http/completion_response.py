@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,8 +18,10 @@ from services.gateway.http.connection import DIRECT_WRITER, DirectWriter
 from services.gateway.http.middleware import RequestRecord
 from services.gateway.openai.admission import Acceptance, AdmittedRequest
 from services.gateway.openai.replies import (
+    NO_DETAILS,
     AnswerWriter,
     FinishedChoice,
+    Letterhead,
     PieceDetails,
     Usage,
     chat_logprobs,
@@ -30,7 +32,7 @@ from services.gateway.parts.items import AnswerMessage, AnswerPart, CallBegun, C
 from services.gateway.sessions import Sessions
 from services.gateway.text.choice_text import ChoiceText, PlacedToken, TextPiece
 from shared.clock import monotonic_s
-from shared.errors import InternalError, KvasirError, UnavailableError
+from shared.errors import KvasirError, UnavailableError
 from shared.messages.sequence import FinishReason
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -82,17 +84,16 @@ class EventStream:
             if self._wrote_s - began_s > BLOCKED_S:
                 self._on_blocked(self._wrote_s - began_s)
 
-    @property
-    def can_push(self) -> bool:
-        """Whether `push` may be called: the headers are sent, and the client keeps up."""
+    def push(self, read: Callable[[], bytes]) -> bool:
+        """Write what `read` returns, at once; False, without a call, before the headers are sent and while
+        the client does not keep up."""
         writer = self._writer
-        return writer is not None and self.has_begun and not self._is_writing and writer.is_open
-
-    def push(self, events: bytes) -> None:
-        if self._writer is None:
-            raise InternalError("there is no way to push events")
-        self._writer.write(events)
-        self._wrote_s = self._loop.time()
+        if writer is None or not self.has_begun or self._is_writing or not writer.is_open:
+            return False
+        if events := read():
+            writer.write(events)
+            self._wrote_s = self._loop.time()
+        return True
 
     async def wait(self, exchange: Exchange) -> None:
         """Wait for a change of the exchange, sending keep-alive comments. Raises as `Exchange.wait` does."""
@@ -160,6 +161,10 @@ class CompletionResponse(Response):
         self._answers: list[ChoiceText] = []
         self._left = 0
         self._begun: set[int] = set()
+        is_text = isinstance(self._writer, Letterhead) and self._job.reader is None
+        self._text_writer = cast(Letterhead, self._writer) if is_text else None
+        """Writer of answers that are not parsed."""
+        self._has_details = self._job.rules.with_ids or self._job.continuous_usage
         self._readers: dict[int, PartReader] = {}
         """By choice; empty when answers are not parsed."""
         self._calling: set[int] = set()
@@ -255,14 +260,10 @@ class CompletionResponse(Response):
 
     def _push(self, out: EventStream) -> bool:
         """Write new tokens without waking a task; False when a task must continue."""
-        if not out.can_push:
-            return False
         for answer in self._answers:
             if not answer.stream.is_open:
                 return False
-        if events := self._events():
-            out.push(events)
-        return self._left == len(self._answers)
+        return out.push(self._events) and self._left == len(self._answers)
 
     def _events(self) -> bytes:
         events: list[bytes] = []
@@ -271,13 +272,17 @@ class CompletionResponse(Response):
                 self._begun.add(answer.index)
                 events.append(self._writer.begin(answer.index))
         for piece, answer in self._read():
-            logprobs = self._logprobs(piece.tokens) if piece.tokens else None
-            parts = self._parts(piece, answer)
-            reason = None if piece.finish_reason is None else self._reason(answer)
-            if parts or reason is not None or logprobs is not None or piece.ids:
+            parts = [] if self._text_writer is not None else self._parts(piece, answer)
+            reason, details = None, NO_DETAILS
+            if piece.finish_reason is not None or piece.tokens or self._has_details:
+                logprobs = self._logprobs(piece.tokens) if piece.tokens else None
+                reason = None if piece.finish_reason is None else self._reason(answer)
                 stop = answer.matched_stop if reason is not None else None
                 ids = piece.ids if self._job.rules.with_ids else None
                 details = PieceDetails(logprobs, stop, ids, answer.completion_tokens)
+            if self._text_writer is not None:
+                events.append(self._text_writer.text_event(answer.index, piece.text, reason, details))
+            elif parts or reason is not None or details.logprobs is not None or piece.ids:
                 events.append(self._writer.piece(answer.index, parts, reason, details))
         return b"".join(events)
 

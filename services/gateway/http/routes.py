@@ -16,16 +16,14 @@ from services.gateway.anthropic import parse_messages
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError
 from services.gateway.exchange import HEADER, Deadline, deadline_of
-from services.gateway.http.bodies import read_body
 from services.gateway.http.browser import written
 from services.gateway.http.completion_response import Reading
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord, refusal
-from services.gateway.http.reading import SURFACES, Models, RequestReader
-from services.gateway.http.stored import Following, add_stored, written_json
+from services.gateway.http.reading import SURFACES, Models, RequestReader, read_body
+from services.gateway.http.stored import Following, ResponseStore, add_stored, written_json
 from services.gateway.lasting.desk import LastingDesk, fingerprint_of, name_of
 from services.gateway.openai.admission import Acceptance
 from services.gateway.openai.replies import model_body
-from services.gateway.openai.response_store import ResponseStore
 from services.gateway.openai.responses import ResponseWriter
 from services.gateway.openai.tokenize import detokenized, tokenized
 from services.gateway.sessions import Sessions

@@ -131,7 +131,7 @@ class Peers:
         """Continue under new attempts, after a takeover while this gateway was alive."""
         now_s = self._now_s()
         for sequence in exchange.sequences:
-            self._sessions.apply(sequence, sequence.stream.on_inherited(now_s))
+            self._sessions.apply(sequence, sequence.stream.on_silence(now_s, is_inherited=True))
 
     # --- answers at other gateways
 

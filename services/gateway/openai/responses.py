@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from services.gateway.errors import UnsupportedFeature, body_of, shown
 from services.gateway.openai.fields import RESPONSES_IGNORED, Ignored, settle
 from services.gateway.openai.replies import NO_DETAILS, AnswerWriter, FinishedChoice, PieceDetails, Usage
-from services.gateway.openai.schemas import MAX_ENTRIES, parse_object, validated
+from services.gateway.openai.schemas import MAX_ENTRIES, NamesModel, parse_object, validated
 from services.gateway.openai.tools import full_name
 from services.gateway.parts.items import AnswerPart, CallArguments, CallBegun, Content, Reasoning
 from shared.errors import InvalidRequest, KvasirError, UnavailableError
@@ -26,12 +26,9 @@ _ITEM_FIELDS = frozenset(
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
 
-class ResponseRequest(BaseModel):
+class ResponseRequest(NamesModel):
     """POST /v1/responses."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
-
-    model: str
     input: Any
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)

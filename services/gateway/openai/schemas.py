@@ -109,17 +109,19 @@ def texts_or_tokens(value: Any) -> list[Any]:
     return prompts
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+class StrictModel(BaseModel):
+    """An object in a body. None means absent, as in OpenAI's schema; unknown fields are in `model_extra`."""
 
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class NamesModel(BaseModel):
-    """A request that names a model. None means absent, as in OpenAI's schema."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+class NamesModel(StrictModel):
+    """A request that names a model."""
 
     model: str
 
@@ -167,10 +169,8 @@ class CompletionFields(NamesModel):
     guided_json_object: Any = None
 
 
-class RequestMessage(BaseModel):
+class RequestMessage(StrictModel):
     """One message of a chat. `content` is a string or a list of typed parts."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | list[dict[str, Any]] | None, PlainValidator(_content)] = None

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import FailFast, Field
 
 from services.gateway.errors import UnsupportedFeature, unknown_model
 from services.gateway.openai import schemas
@@ -20,9 +20,7 @@ MAX_DETOKENIZED_TOKENS = 131_072
 """Limit per request: decoding this many holds the interpreter lock for 0.1 s."""
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
-
+class _Fields(schemas.StrictModel):
     model: str | None = None
 
 

@@ -4,10 +4,12 @@ can begin in it. Log-probabilities go with the piece that completes their token.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from services.gateway.core.stream import Stream
 from services.gateway.parts.items import undecided
@@ -109,21 +111,49 @@ class StopMatcher:
         return held
 
 
+class TokenTexts(dict[int, str | None]):
+    """Text of each token, where it is the same after any complete text; None for other tokens. A byte-level
+    decoder joins the tokens' bytes, so it holds for every token of whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer, *, shows_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._shows_special = shows_special
+        self.are_joined = isinstance(tokenizer.decoder, ByteLevel)
+
+    def __missing__(self, token: int) -> str | None:
+        text = decode(self._tokenizer, (token,), shows_special=self._shows_special)
+        found = text if self.are_joined and "\ufffd" not in text else None  # no part of a character
+        if self._tokenizer.id_to_token(token) is not None:
+            self[token] = found
+        return found
+
+
+@lru_cache(maxsize=32)
+def token_texts(tokenizer: Tokenizer, shows_special: bool) -> TokenTexts:
+    return TokenTexts(tokenizer, shows_special=shows_special)
+
+
 class Detokenizer:
     """Incremental decoder of one sequence."""
 
     def __init__(self, tokenizer: Tokenizer, *, shows_special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._shows_special = shows_special
+        self._texts = token_texts(tokenizer, shows_special)
         self._stream = DecodeStream(skip_special_tokens=not shows_special)
         self._tokens: list[int] = []
+        """Tokens of an incomplete character, or all if their texts depend on each other."""
         self._shown_chars = 0
 
     def feed(self, token: int) -> str:
         """Return the text that this token completes; empty inside a character."""
+        if not self._tokens and (text := self._texts[token]) is not None:
+            return text
         self._tokens.append(token)
         piece = self._stream.step(self._tokenizer, token) or ""
         self._shown_chars += len(piece)
+        if piece and self._texts.are_joined:
+            self._tokens, self._shown_chars = [], 0
         return piece
 
     def flush(self) -> str:
@@ -139,8 +169,7 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int], *, shows_special: bool =
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """New text of one choice; the last piece has a `finish_reason`."""
 
     text: str
@@ -215,6 +244,7 @@ class ChoiceText:
         self._end_token_ids = frozenset(end_token_ids)
         self._alignment = Alignment(len(given.text or "")) if rules.with_logprobs else None
         self._shows_prompt = given.text is not None
+        self._is_plain = not (rules.stops or rules.with_logprobs or given.tokens)
 
     @property
     def matched_stop(self) -> str | int | None:
@@ -272,6 +302,12 @@ class ChoiceText:
         """Read the tokens up to index `end`; return the text that can be shown then."""
         text, tokens = "", self.stream.tokens
         end = min(end, len(tokens))
+        if self._is_plain and not self.stream.logprobs:
+            new = tokens[self._read_tokens : end]
+            self._read_tokens = end
+            self.completion_tokens += len(new)
+            feed, ends = self._detokenizer.feed, self._end_token_ids
+            return "".join([feed(token) for token in new if token not in ends])
         while self._read_tokens < end and not self.is_cut:
             token = tokens[self._read_tokens]
             logprobs = self.stream.logprobs.pop(self._read_tokens, None)

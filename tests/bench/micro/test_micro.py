@@ -13,12 +13,12 @@ from bench.micro import pie_gpu, predictor, scheduler
 from bench.micro.bulk import bench as bulk
 from bench.micro.distattention.attention import LayerTimes, measure_cells, measure_error
 from bench.micro.distattention.bench import _figures, draw
+from bench.micro.engine_host import thread_us_per_row
 from bench.micro.gpu import attention, steps
 from bench.micro.gpu import bench as gpu
 from bench.micro.gpu.steps import Shape
-from bench.micro.host_steps import host_ms, split_ms
 from bench.micro.lanes import RUNNING, BusyFleet
-from bench.micro.step import decode_rows, run
+from bench.micro.step import decode_rows, run, split_ms
 from services.predictor.core.length_model import LengthSample
 from services.predictor.samples import write_samples
 from services.scheduler.core.effects import Effect
@@ -220,8 +220,9 @@ def test_a_step_around_the_model_takes_longer_for_more_sequences() -> None:
     """Sequences cross the borders of blocks meanwhile, and every row has its token."""
     torch.set_num_threads(1)
     model = load(str(TINY_CHAT), dtype="float32", device="cpu")
-    few, many = (host_ms(model, batch, 40, 16, 20) for batch in (2, 64))
+    few, many = (batch * thread_us_per_row(model, batch, context_tokens=40, plans=6) for batch in (2, 64))
     assert 0 < few < many
+    assert thread_us_per_row(model, 2, chunk_tokens=512, plans=3) > few / 2, "a chunk is more work"
 
 
 def test_a_step_is_cut_for_any_number_of_borrowers() -> None:

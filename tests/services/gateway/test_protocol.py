@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError, error_response
-from services.gateway.http.bodies import read_body
 from services.gateway.http.connection import ENGAGE, ConnectionTable, address_key, bind, make_server
+from services.gateway.http.reading import read_body
 from services.gateway.text.tokenizer import TokenizerThreads
 from tests.patience import PATIENCE_S, until
 

@@ -9,13 +9,12 @@ import pytest
 import pytest_asyncio
 from pytest import MonkeyPatch
 
-from services.gateway import dispatch as module
+from services.gateway import exchange as module
 from services.gateway.config import GatewayConfig
 from services.gateway.core.stream import Stream, StreamEffects, StreamPhase, StreamTiming, Submit
 from services.gateway.counters import Counters
-from services.gateway.dispatch import Dispatch, NoticeOutbox
 from services.gateway.errors import body_of, status_of
-from services.gateway.exchange import Exchange, OpenChoice, admitted
+from services.gateway.exchange import Dispatch, Exchange, NoticeOutbox, OpenChoice, admitted
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.sessions import Sessions
 from services.gateway.text.choice_text import TextRules
@@ -112,6 +111,20 @@ async def test_answers_are_told_to_learners(
     await asyncio.sleep(0.05)
     told = {event.ref.choice: (event.output_tokens, event.finish_reason) for event in learner.finished}
     assert told == {0: (3, FinishReason.STOP), 1: (2, FinishReason.STOP)}
+
+
+async def test_frames_that_come_together_wake_the_reader_once(desk: Sessions) -> None:
+    exchange, seen = desk.open(job(), "req_1"), list[int]()
+    stream = exchange.sequences[0].stream
+    exchange.on_news = lambda: bool(seen.append(len(stream.tokens))) or True
+    desk.on_frame(said(exchange, 0, (5,)))
+    desk.on_frame(frame(TokenDelta(*stream.key, stream.attempt, 1, (6, 7))))
+    assert not seen and stream.tokens == [5, 6, 7]
+    await asyncio.sleep(0)
+    assert seen == [3], "the tokens of both are written at once"
+    desk.on_frame(frame(TokenDelta(*stream.key, stream.attempt, 3, (8,))))
+    await asyncio.sleep(0)
+    assert seen == [3, 4]
 
 
 async def test_a_silent_worker_is_lost_on_the_tick(desk: Sessions, clock: list[float]) -> None:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from shared import errors, spans, subjects
 from shared.bus import Bus, Endpoint, Listener, tracing
-from shared.bus.link import TURN_S
+from shared.bus.client import TURN_S
 from shared.bus.serving import Lanes, handle_inline, subject_for
 from shared.messages.base import Message, decode, encode
 from tests.conftest import ConnectBus

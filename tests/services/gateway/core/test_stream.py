@@ -162,7 +162,7 @@ def test_after_an_absence_what_waits_is_handed_over_and_what_runs_is_not() -> No
     waiting = Stream(KEY, TIMING, 0.0)
     waiting.submit(0.0)
     waiting.on_submitted(1, 0.1)
-    assert waiting.on_absence(20.0) == (Submit(2, 2),) and begun().on_absence(20.0) == ()
+    assert waiting.on_silence(20.0) == (Submit(2, 2),) and begun().on_silence(20.0) == ()
 
 
 def test_what_an_heir_has_taken_over_goes_on_under_a_new_attempt() -> None:
@@ -170,10 +170,10 @@ def test_what_an_heir_has_taken_over_goes_on_under_a_new_attempt() -> None:
     40 s, and failed."""
     stream = begun()
     stream.on_delta(delta(1, 2, (12,)), A, 0.3)
-    assert stream.on_inherited(1.0)[-1] == Submit(2, 2)
+    assert stream.on_silence(1.0, is_inherited=True)[-1] == Submit(2, 2)
     stream.on_delta(delta(2, 3, (13,), FinishReason.LENGTH), B, 1.1)
     assert (stream.tokens, stream.phase) == ([10, 11, 12, 13], StreamPhase.ENDED)
-    assert stream.on_inherited(1.2) == ()
+    assert stream.on_silence(1.2, is_inherited=True) == ()
 
 
 def test_nobody_answering_ends_in_failure() -> None:

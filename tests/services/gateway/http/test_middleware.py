@@ -24,11 +24,11 @@ from starlette.types import Message, Receive, Scope, Send
 from services.gateway.config import GatewayConfig
 from services.gateway.counters import Counters
 from services.gateway.errors import HttpError, UnsupportedFeature, body_of, error_response, status_of
-from services.gateway.http import bodies
-from services.gateway.http.bodies import inflated, read_body
+from services.gateway.http import reading as bodies
 from services.gateway.http.browser import GETS, POSTS
 from services.gateway.http.connection import bind
 from services.gateway.http.middleware import RECORD, Edge
+from services.gateway.http.reading import inflated, read_body
 from services.gateway.openai.replies import DONE
 from services.gateway.openai.schemas import MAX_ENTRIES, MAX_VALUES, parse_object
 from services.gateway.text.tokenizer import TokenizerThreads

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.errors import HttpError
+from services.gateway.http.stored import ResponseStore
 from services.gateway.lasting.transcript import EventsAfter, Transcript
-from services.gateway.openai.response_store import ResponseStore
 from shared.errors import ConfigError, InvalidRequest, Overloaded
 from tests.patience import PATIENCE_S, until
 from tests.services.gateway.conftest import ANSWER, MakeStack, Stack

@@ -6,6 +6,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
 
 from services.gateway.core.stream import Stream, StreamTiming
 from services.gateway.text.choice_text import (
@@ -126,6 +128,30 @@ def test_any_tokens_even_broken_characters(codec: Codec, tokens: list[int]) -> N
     detokenizer = Detokenizer(codec.tokenizer)
     pieces = [detokenizer.feed(token) for token in tokens]
     assert "".join(pieces) + detokenizer.flush() == decode(codec.tokenizer, tokens)
+
+
+def pieced_tokenizer() -> Tokenizer:
+    """As Llama 2's: spaces are marks, characters may be bytes, and a text's first space goes."""
+    words = ["▁", "▁a", "a", "b", "▁b", "é", "日"]
+    vocabulary = {word: at for at, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="b"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+@settings(deadline=None, max_examples=200)
+@given(tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=30), shows_special=st.booleans())
+def test_pieces_are_those_of_the_library_stream(codec: Codec, tokens: list[int], shows_special: bool) -> None:
+    """Whether or not the text of a token is known beforehand."""
+    for tokenizer, known in (
+        (codec.tokenizer, tokens),
+        (pieced_tokenizer(), [token % 7 for token in tokens]),
+    ):
+        stream = DecodeStream(skip_special_tokens=not shows_special)
+        detokenizer = Detokenizer(tokenizer, shows_special=shows_special)
+        for token in known:
+            assert detokenizer.feed(token) == (stream.step(tokenizer, token) or "")
 
 
 TEXTS = st.text(alphabet="ab\n", max_size=20)
