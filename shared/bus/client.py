@@ -20,10 +20,11 @@ class FairClient(Client):
     """NATS client that yields to the event loop while it reads."""
 
     async def _read_loop(self) -> None:
-        writer = getattr(self._transport, "_io_writer", None)
-        if writer is None or self._transport.at_eof():  # a WebSocket, or a connection that is lost already
+        transport: Any = self._transport
+        writer = getattr(transport, "_io_writer", None)
+        if writer is None or transport.at_eof():  # a WebSocket, or a connection that is lost already
             return await super()._read_loop()
-        reader = _Reader(self, writer.transport, self._transport._io_reader)
+        reader = _Reader(self, writer.transport, transport._io_reader)
         try:
             error = await reader.over
             if isinstance(error, nats.errors.UnexpectedEOF):

@@ -116,7 +116,12 @@ async def test_answers_are_told_to_learners(
 async def test_frames_that_come_together_wake_the_reader_once(desk: Sessions) -> None:
     exchange, seen = desk.open(job(), "req_1"), list[int]()
     stream = exchange.sequences[0].stream
-    exchange.on_news = lambda: bool(seen.append(len(stream.tokens))) or True
+
+    def on_news() -> bool:
+        seen.append(len(stream.tokens))
+        return True
+
+    exchange.on_news = on_news
     desk.on_frame(said(exchange, 0, (5,)))
     desk.on_frame(frame(TokenDelta(*stream.key, stream.attempt, 1, (6, 7))))
     assert not seen and stream.tokens == [5, 6, 7]
