@@ -1,9 +1,9 @@
 """Steps in flight, and the blocks that may be given back once they are over. Pure."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
-from services.worker.kv.core.block_pool import BlockTable
+from services.worker.kv.core.block_pool import BlockTable, block_table
 
 
 class InFlight:
@@ -39,3 +39,10 @@ class InFlight:
     def leave(self, blocks: BlockTable) -> None:
         """Give blocks back once the steps in flight are over."""
         self._leaving.append((self._begun, blocks))
+
+    def lose(self, gone: Collection[int]) -> None:
+        """Forget blocks that are nobody's any more."""
+        kept = (
+            (step, block_table(each for each in blocks if each not in gone)) for step, blocks in self._leaving
+        )
+        self._leaving = deque(kept)

@@ -292,6 +292,7 @@ class SequenceTable:
                 self.end(held, FinishReason.KV_LOST, now_s)
         if isinstance(self.pool, ExtendedPool):
             self.pool.lose(gone)
+            self.in_flight.lose(gone)
 
     def cancel(
         self,
@@ -419,10 +420,7 @@ class SequenceTable:
             self.prefixes.end_audit(sequence)
         self.put_off.pop(sequence.ref.key, None)
         self.revision += 1
-        if sequence.is_in_flight:
-            self.in_flight.leave(sequence.blocks)
-        else:
-            self._give_back(sequence.blocks)
+        (self.in_flight.leave if sequence.is_in_flight else self._give_back)(sequence.blocks)
         sequence.forget_blocks()
 
     def _give_back(self, blocks: BlockTable) -> None:
