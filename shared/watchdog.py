@@ -30,30 +30,38 @@ _LONGEST_GAP_S = 3.0
 _log = get_logger("watchdog")
 
 
-def waited_s(pid: int | str, thread: int | str) -> float:
-    """Return the time for which a thread was ready to run but had no core; 0 if the kernel does not tell."""
-    try:
-        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+def _waits_s(pid: int | str) -> dict[str, float]:
+    """Return for each thread of a process how long it was ready to run but had no core; empty if the kernel
+    does not tell."""
+    waits: dict[str, float] = {}
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                waits[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+    return waits
 
 
 class Spell:
-    """Time in which a thread made no progress, although it and its observer had a core."""
+    """Time in which a process made no progress, although all of its threads and its observer had a core. Any
+    thread counts, since the one that should make progress may wait for what another one holds."""
 
     def __init__(self) -> None:
         self.lasting_s = 0.0
-        self._looked_s, self._waited_s = time.monotonic(), 0.0
+        self._looked_s = time.monotonic()
+        self._waits_s: dict[str, float] | None = None
+        """None: there was progress at the last look."""
 
-    def look(self, pid: int | str, thread: int | str, *, is_new: bool) -> float:
-        """Return the time so far; `is_new`: the thread made progress since the last look."""
-        now_s, waited = time.monotonic(), waited_s(pid, thread)
-        gap_s = now_s - self._looked_s
+    def look(self, pid: int | str, *, is_new: bool) -> float:
+        """Return the time so far; `is_new`: there was progress since the last look."""
+        now_s = time.monotonic()
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
         if is_new:
-            self.lasting_s = 0.0
-        elif gap_s <= _LONGEST_GAP_S:
-            self.lasting_s += max(0.0, gap_s - max(0.0, waited - self._waited_s))
-        self._looked_s, self._waited_s = now_s, waited
+            self.lasting_s, self._waits_s = 0.0, None
+            return 0.0
+        before, self._waits_s = self._waits_s, _waits_s(pid)
+        if before is not None and gap_s <= _LONGEST_GAP_S:
+            lost = (waited - before.get(thread, 0.0) for thread, waited in self._waits_s.items())
+            self.lasting_s += max(0.0, gap_s - max(lost, default=0.0))
         return self.lasting_s
 
 
@@ -63,13 +71,12 @@ class Part:
     def __init__(self, name: str) -> None:
         self.name, self.doing, self.spell = name, "", Spell()
         self._allowed: float | Callable[[], float] | None = None
-        self._turns = self._seen_turns = self._thread = 0
+        self._turns = self._seen_turns = 0
 
     def at(self, doing: str, allowed_s: float | Callable[[], float] | None = STUCK_S) -> None:
         """Record that the calling thread begins something that may take `allowed_s`; None: any time."""
         self.doing, self._allowed = doing, allowed_s
         self._turns += 1
-        self._thread = self._thread or threading.get_native_id()
 
     @property
     def is_stuck(self) -> bool:
@@ -82,7 +89,7 @@ class Part:
     def measure(self) -> None:
         """Advance the time of its activity; called every `BEAT_S`."""
         turns = self._turns
-        self.spell.look("self", self._thread, is_new=turns != self._seen_turns)
+        self.spell.look("self", is_new=turns != self._seen_turns)
         self._seen_turns = turns
 
 

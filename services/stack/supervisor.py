@@ -320,7 +320,7 @@ class Supervisor:
         stuck = "" if account is None else account.get("stuck", "")
         if (account is None or stuck) and is_traced(process.pid):
             account, stuck = account or child.account, ""
-        silent_s = child.silence.look(process.pid, process.pid, is_new=account is not None)
+        silent_s = child.silence.look(process.pid, is_new=account is not None)
         child.account = child.account if account is None else account
         if silent_s >= (STUCK_S if child.state is ChildState.READY else STARTING_STUCK_S):
             stuck = f"no answer for {silent_s:.0f} s"

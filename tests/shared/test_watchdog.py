@@ -122,7 +122,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = self.waited_s = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr(watchdog, "waited_s", lambda pid, thread: self.waited_s)
+        monkeypatch.setattr(watchdog, "_waits_s", lambda pid: {"1": self.waited_s})
 
     def run(self, part: Part, seconds: float, waiting: float = 0.0) -> None:
         for _ in range(round(seconds / 0.5)):
@@ -178,7 +178,7 @@ def test_a_spell_is_never_longer_than_the_time_it_could_have_run(gaps: list[tupl
             clock.now_s += gap_s
             clock.waited_s += gap_s * share
             before_s = spell.lasting_s
-            lasting_s = spell.look("self", 1, is_new=False)
+            lasting_s = spell.look("self", is_new=False)
             most_s += gap_s * (1 - share)
             assert before_s <= lasting_s <= most_s + 1e-9
-        assert spell.look("self", 1, is_new=True) == 0.0
+        assert spell.look("self", is_new=True) == 0.0

@@ -166,7 +166,7 @@ class NativeLlama:
         queries, keys = heads[:, : model.q_heads], heads[:, model.q_heads : -model.kv_heads]
         values = heads[:, -model.kv_heads :]
         attended = scratch["attended"][:rows].view(rows, model.q_heads, model.head_dim)
-        lse, shape = scratch["lse"][:rows], Shape(model.scaling)
+        lse, shape = scratch["lse"][:rows], Shape(model.scaling, model.softcap or None)
         step.lse = lse.data_ptr()
         failed: int = library.llama_embed(model, step)
         for layer in range(model.layers):
@@ -175,7 +175,7 @@ class NativeLlama:
                 return failed
             kv.send(layer, queries, keys, values, shape)
             kv.enter(layer)
-            if kv.windows[layer]:
+            if any(kv.windows):
                 step.spans = ctypes.pointer(native.describe_spans(kv.own_part(layer)))
             failed = library.llama_layer_attend(model, layer, step)
             if failed:

@@ -226,10 +226,7 @@ def test_what_is_wrong_is_forgotten_and_who_reads_it_is_computed_again(audited: 
     first = audited.serve([PROMPT], chunk=40)
     blocks = stored(audited, PROMPT)
     auditor(audited)._rate = 0.0
-    audited.core.on_plan(
-        plan(50, starts=(spec(ref("x"), PROMPT),), prefills=(prefill(ref("x"), 0, 18),)), 0.0
-    )
-    assert audited.begin_step(0.0)[0] is not None
+    audited._run(plan(50, starts=(spec(ref("x"), PROMPT),), prefills=(prefill(ref("x"), 0, 18),)), now_s=0.0)
     reader = audited.table.find(ref("x"))
     assert reader is not None and list(reader.blocks[:WHOLE]) == blocks
     audited.engine.pools[1][0][blocks[at], 0, 0, 1] += 1.0
