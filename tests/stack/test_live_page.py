@@ -103,7 +103,7 @@ def test_tenants_hits_and_preemptions_are_as_in_status_and_metrics(
     page.until("document.querySelector('[data-tile=running] b').textContent === '0'")
     (row,) = simulated.details("scheduler-0")["tenants"]
     read = "[...document.querySelectorAll('#tenant-rows td')].map((cell) => cell.textContent)"
-    page.until(f"{read}[0] === '{row['tenant']}' && {read}[2] === '0'")
+    page.until(f"{read}[3] === '{row['sequences']}' && {read}[2] === '0'")
     tenant, waiting, running, served, *_ = page.evaluate(read)
     assert (tenant, waiting, running, served) == (row["tenant"], "0", "0", str(row["sequences"]))
     preempted = page.evaluate("document.querySelector('[data-tile=preempted] b').textContent")

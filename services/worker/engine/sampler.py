@@ -285,7 +285,7 @@ def are_likeliest(batch: DecodeBatch) -> bool:
     """Return whether each token of a batch is the likeliest one, whatever came before."""
     group = batch.group
     if group.engine_note is None:
-        points = [SamplePoint(each, 0, each.min_tokens) for each in group.samplings]
+        points = [SamplePoint(each, 0, max(1, each.min_tokens)) for each in group.samplings]
         needs_more = (
             is_steered(each) or each.sampling.grammar or each.sampling.temperature for each in points
         )

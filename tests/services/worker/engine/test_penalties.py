@@ -2,15 +2,18 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.sampler import Logits, penalize, sample
+from services.worker.engine.sampler import Logits, are_likeliest, penalize, sample
 from shared.messages.sequence import Sampling, pack_tokens
 
 VOCABULARY = 11
@@ -151,3 +154,27 @@ def test_what_is_forced_changes_nothing_after_it() -> None:
         points = [SamplePoint(how, 0, index, [4, 4, 1, *range(2, 2 + index)]) for how in (plain, forced)]
         first, second = (sample(Logits(logits.clone()), [point]) for point in points)
         assert first == second
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_likeliest"),
+    [
+        ({}, True),
+        ({"presence_penalty": 1.0}, False),
+        ({"frequency_penalty": 1.0}, False),
+        ({"repetition_penalty": 1.5}, False),
+        ({"logit_bias": ((3, 1.0),)}, False),
+        ({"temperature": 1.0}, False),
+        ({"min_tokens": 8}, False),
+        ({"min_tokens": 2}, True),
+    ],
+)
+def test_decodes_are_the_likeliest_tokens_only_where_nothing_steers_them(
+    asked: dict[str, Any], is_likeliest: bool
+) -> None:
+    """Penalties were once forgotten for decodes that go on from step to step."""
+    plain: dict[str, Any] = {"seed": 1, "max_tokens": 9, "temperature": 0.0}
+    samplings = [Sampling(**plain), Sampling(**plain | asked)]
+    group = SimpleNamespace(samplings=samplings, engine_note=None, prompts=np.array([4, 4]))
+    batch: Any = SimpleNamespace(group=group, first=np.array([6, 6]))
+    assert are_likeliest(batch) is is_likeliest
