@@ -65,7 +65,7 @@ class Spell:
         return self.lasting_s
 
 
-class Part:
+class Progress:
     """Progress of one thread, or a state of the process such as its lease."""
 
     def __init__(self, name: str) -> None:
@@ -93,12 +93,12 @@ class Part:
         self._seen_turns = turns
 
 
-_parts: dict[str, Part] = {}
+_parts: dict[str, Progress] = {}
 
 
-def part(name: str) -> Part:
+def part(name: str) -> Progress:
     """Return a new part, which replaces an earlier one of this name."""
-    _parts[name] = Part(name)
+    _parts[name] = Progress(name)
     return _parts[name]
 
 

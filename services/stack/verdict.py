@@ -16,13 +16,13 @@ _SLOW = 5.0
 """A step this many times as long as those of the other workers is slow."""
 _SILENT_S, _ASIDE_S = 2.0, 5.0
 """Time without an answer, and off the bus or without a leader, after which it is reported."""
-Rows: TypeAlias = Sequence[Mapping[str, Any]]
+ChildRows: TypeAlias = Sequence[Mapping[str, Any]]
 Answers: TypeAlias = Sequence[ServiceStatus]
 _NAMED = 3
 _WIDTH = 80
 
 
-def verdict(children: Rows, answers: Answers, now_unix_s: float, low_disk: str = "") -> list[str]:
+def verdict(children: ChildRows, answers: Answers, now_unix_s: float, low_disk: str = "") -> list[str]:
     """Return three lines that fit 80 columns. `children` are the supervisor's rows, one per process."""
     by_service = _by_service(answers)
     found = troubles(children, answers, now_unix_s, low_disk)
@@ -36,7 +36,7 @@ def verdict(children: Rows, answers: Answers, now_unix_s: float, low_disk: str =
     ]
 
 
-def troubles(children: Rows, answers: Answers, now_unix_s: float, low_disk: str = "") -> list[str]:
+def troubles(children: ChildRows, answers: Answers, now_unix_s: float, low_disk: str = "") -> list[str]:
     """Return the stack's faults, most urgent first; empty if it is healthy. `low_disk` is a warning, empty if
     there is none. This is the only place that decides. `status` prints the result; the supervisor sends it to
     the gateways, which show it at /ready, on the live page and in metrics."""
@@ -71,7 +71,7 @@ def _of_process(child: Mapping[str, Any], heard: Collection[str]) -> Iterator[st
             yield f"{name} does not answer"
 
 
-def _leaderless(children: Rows) -> Iterator[str]:
+def _leaderless(children: ChildRows) -> Iterator[str]:
     """Report if every scheduler waits for the lease."""
     told = [child.get("account", {}).get("parts", {}) for child in children]
     leases = [parts["lease"] for parts in told if "lease" in parts]

@@ -17,11 +17,11 @@ from services.worker.core.plans import StepWork, WorkItem
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled, SamplePoint
 from services.worker.cores import bind_to
 from services.worker.door import Door
-from services.worker.engine.contract import Engine, OverlappingEngine, Row, StepRows, Ticket
+from services.worker.engine.contract import Engine, OverlappingEngine, Row, StepRows, StepTicket
 from services.worker.engine.step_record import StepRecord
 from shared.errors import CreditorLost, InternalError
 from shared.recorder import Recorder
-from shared.watchdog import STUCK_S, Part
+from shared.watchdog import STUCK_S, Progress
 
 
 class Occupancy:
@@ -75,12 +75,12 @@ class Runner:
         lost_blocks: Callable[[CreditorLost], set[int]] = lambda _: set(),
         recorder: Recorder | None = None,
         remote_s: Callable[[], float] = lambda: 0.0,
-        account: Part | None = None,
+        account: Progress | None = None,
         stuck_s: float = STUCK_S,
     ) -> None:
         """`remote_s` returns the total seconds that steps have waited for creditors. `account` is told what
         the thread does; less than `stuck_s` counts as progress."""
-        self._account = account or Part("engine")
+        self._account = account or Progress("engine")
         self._stuck_s = stuck_s
         self._record = None if recorder is None else StepRecord(recorder)
         self._remote_s = remote_s
@@ -173,7 +173,7 @@ class Runner:
             self._record.said(effects, self._clock())
         return work
 
-    def _submit(self, rows: StepRows) -> Ticket:
+    def _submit(self, rows: StepRows) -> StepTicket:
         assert isinstance(self._engine, OverlappingEngine)
         try:
             return self._engine.submit(rows)
@@ -304,7 +304,7 @@ class _Flight:
     rows: StepRows
     began_s: float
     remote_s: float
-    ticket: Ticket | None = None
+    ticket: StepTicket | None = None
     """None: it is computed when it is finished."""
     is_void: bool = False
     """The step before it failed."""

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from services.gateway.batches.runner import ENDPOINTS
-from services.gateway.batches.store import MOST_LISTED, WINDOW_S, Batch, BatchStore, File
+from services.gateway.batches.store import MOST_LISTED, WINDOW_S, BatchStore, File, StoredBatch
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import shown
 from services.gateway.http.middleware import RECORD
@@ -140,7 +140,7 @@ def file_object(file: File) -> dict[str, Any]:
     }
 
 
-def batch_object(batch: Batch) -> dict[str, Any]:
+def batch_object(batch: StoredBatch) -> dict[str, Any]:
     """Return a batch as the API shows it."""
     ended = {f"{state}_at": None for state in ("completed", "failed", "expired", "cancelled")}
     if batch.ended_s is not None:

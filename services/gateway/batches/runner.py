@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 from starlette.types import ASGIApp, Message, Scope
 
-from services.gateway.batches.store import WINDOW_S, Batch, BatchStore
+from services.gateway.batches.store import WINDOW_S, BatchStore, StoredBatch
 from services.gateway.http.middleware import TRUSTED
 from shared.bus import fenced
 from shared.clock import unix_s
@@ -27,7 +27,7 @@ _MOST_PROBLEMS = 20
 _log = getLogger("kvasir.gateway.batches")
 
 
-class Line(NamedTuple):
+class BatchLine(NamedTuple):
     """One request of a batch; `number` counts from 1."""
 
     number: int
@@ -61,7 +61,7 @@ class BatchRunner:
                     await self._run_leased(batch)
             await asyncio.sleep(_LOOK_S)
 
-    async def _run_leased(self, batch: Batch) -> None:
+    async def _run_leased(self, batch: StoredBatch) -> None:
         """Work on a batch while its lease lasts and nobody has cancelled it."""
         work = asyncio.create_task(self._work(batch), name=f"batch {batch.id}")
         try:
@@ -79,7 +79,7 @@ class BatchRunner:
         finally:
             work.cancel()
 
-    async def _work(self, batch: Batch) -> None:
+    async def _work(self, batch: StoredBatch) -> None:
         if batch.state == "cancelling":
             await self._store.end(self._owner, batch, "cancelled")
             return
@@ -109,10 +109,12 @@ class BatchRunner:
                 tasks.create_task(ask_next())
         await self._store.end(self._owner, batch, "completed" if unix_s() < until_s else "expired")
 
-    async def _fail(self, batch: Batch, problems: list[dict[str, Any]]) -> None:
+    async def _fail(self, batch: StoredBatch, problems: list[dict[str, Any]]) -> None:
         await self._store.end(self._owner, batch, "failed", orjson.dumps(problems).decode())
 
-    async def _ask(self, batch: Batch, line: Line, asking: Tenant, until_s: float) -> tuple[bytes, bool]:
+    async def _ask(
+        self, batch: StoredBatch, line: BatchLine, asking: Tenant, until_s: float
+    ) -> tuple[bytes, bool]:
         """Return the line of the output, and whether it is an answer; empty past the window."""
         wait_s = _FIRST_WAIT_S
         while unix_s() < until_s:
@@ -133,7 +135,7 @@ class BatchRunner:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         return b"", False
 
-    async def _call(self, batch: Batch, line: Line, asking: Tenant) -> Answered:
+    async def _call(self, batch: StoredBatch, line: BatchLine, asking: Tenant) -> Answered:
         parts: list[Message] = []
         body: list[Message] = [{"type": "http.request", "body": line.body, "more_body": False}]
         gone = asyncio.Event()
@@ -174,9 +176,9 @@ class BatchRunner:
         return Answered(parts[0]["status"], headers.get("x-request-id", ""), wait_s, whole)
 
 
-def read_lines(content: bytes, endpoint: str) -> tuple[list[Line], list[dict[str, Any]]]:
+def read_lines(content: bytes, endpoint: str) -> tuple[list[BatchLine], list[dict[str, Any]]]:
     """Return the requests of an input file, and what is wrong with it, in the form of the API."""
-    lines: list[Line] = []
+    lines: list[BatchLine] = []
     problems: list[dict[str, Any]] = []
     seen: set[str] = set()
     for number, text in enumerate(content.splitlines(), 1):
@@ -196,7 +198,7 @@ def read_lines(content: bytes, endpoint: str) -> tuple[list[Line], list[dict[str
     return lines, problems
 
 
-def _line(number: int, text: bytes, endpoint: str, seen: set[str]) -> Line:
+def _line(number: int, text: bytes, endpoint: str, seen: set[str]) -> BatchLine:
     try:
         told = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -214,7 +216,7 @@ def _line(number: int, text: bytes, endpoint: str, seen: set[str]) -> Line:
         raise ValueError(f"body should be the request to {endpoint}")
     if body.get("stream"):
         raise ValueError("answers of a batch are not streamed: leave out stream")
-    return Line(number, custom_id, orjson.dumps(body))
+    return BatchLine(number, custom_id, orjson.dumps(body))
 
 
 def _problem(code: str, message: str, line: int | None) -> dict[str, Any]:

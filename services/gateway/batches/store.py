@@ -52,7 +52,7 @@ class File(NamedTuple):
     bytes: int
 
 
-class Batch(NamedTuple):
+class StoredBatch(NamedTuple):
     """One row of the table; times are Unix seconds."""
 
     key: str
@@ -73,7 +73,7 @@ class Batch(NamedTuple):
     failed: int = 0
 
 
-_BATCH = ", ".join(name for name in Batch._fields if name not in ("completed", "failed"))
+_BATCH = ", ".join(name for name in StoredBatch._fields if name not in ("completed", "failed"))
 _FILE = ", ".join(File._fields)
 
 
@@ -168,7 +168,7 @@ class BatchStore:
 
     # --- batches, as clients see them
 
-    async def begin(self, key: str, input_file: str, endpoint: str, metadata: str) -> Batch:
+    async def begin(self, key: str, input_file: str, endpoint: str, metadata: str) -> StoredBatch:
         """Store a new batch. Raises HttpError 404 without the file."""
         await self.file(key, input_file)
         name = f"batch_{token_hex(12)}"
@@ -184,14 +184,14 @@ class BatchStore:
         await self._on_thread(do)
         return await self.batch(key, name)
 
-    async def batch(self, key: str, name: str) -> Batch:
+    async def batch(self, key: str, name: str) -> StoredBatch:
         asked = f"SELECT {_BATCH} FROM batches WHERE key = ? AND id = ?"
         row = await self._on_thread(lambda: self._counted(self._db.execute(asked, (key, name)).fetchall()))
         if not row:
             raise _not_found("batch", name)
         return row[0]
 
-    async def batches(self, key: str, after: str | None, limit: int) -> list[Batch]:
+    async def batches(self, key: str, after: str | None, limit: int) -> list[StoredBatch]:
         """Return the key's batches, the newest first, those older than `after`."""
         asked = (
             f"SELECT {_BATCH} FROM batches WHERE key = ? AND (? IS NULL OR created_s < "
@@ -201,7 +201,7 @@ class BatchStore:
             lambda: self._counted(self._db.execute(asked, (key, after, after, limit)).fetchall())
         )
 
-    async def cancel(self, key: str, name: str) -> Batch:
+    async def cancel(self, key: str, name: str) -> StoredBatch:
         """Ask for a batch's end; one that has ended is unchanged."""
 
         def do() -> None:
@@ -215,24 +215,24 @@ class BatchStore:
         await self._on_thread(do)
         return await self.batch(key, name)
 
-    def _counted(self, rows: Sequence[Any]) -> list[Batch]:
+    def _counted(self, rows: Sequence[Any]) -> list[StoredBatch]:
         count = "SELECT coalesce(sum(is_good), 0), count(*) FROM answers WHERE batch = ?"
         batches = []
         for row in rows:
             good, answered = self._db.execute(count, (row[1],)).fetchone()
-            batches.append(Batch._make((*row, good, answered - good)))
+            batches.append(StoredBatch._make((*row, good, answered - good)))
         return batches
 
     # --- batches, as the gateway that runs one sees it
 
-    async def take(self, owner: str) -> Batch | None:
+    async def take(self, owner: str) -> StoredBatch | None:
         """Lease the oldest batch that nobody works on, for `LEASE_S`; None: there is none."""
         asked = (
             f"SELECT {_BATCH} FROM batches WHERE state IN (?, ?, ?) AND leased_until_s < ?"
             " ORDER BY created_s LIMIT 1"
         )
 
-        def do() -> Batch | None:
+        def do() -> StoredBatch | None:
             now_s = self._now_s()
             if not self._db.execute(asked, (*OPEN, now_s)).fetchall():
                 return None  # without the lock that the next lines take
@@ -290,7 +290,7 @@ class BatchStore:
 
         await self._on_thread(do)
 
-    async def end(self, owner: str, batch: Batch, state: str, problems: str = "") -> None:
+    async def end(self, owner: str, batch: StoredBatch, state: str, problems: str = "") -> None:
         """End a batch: its answers become files, in the order of its lines."""
 
         def do() -> None:

@@ -22,7 +22,7 @@ from services.scheduler.policy.relief import (
     Recompute,
     Relief,
     ReliefSpeeds,
-    Swap,
+    SwapOut,
     Victim,
     next_relief,
 )
@@ -32,7 +32,7 @@ from shared.messages.plans import BatchPlan, Decode, Preemption, PreemptMode, Pr
 from shared.messages.reports import SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 
-_OTHERS = frozenset(LADDER) - {Swap.name, Recompute.name}
+_OTHERS = frozenset(LADDER) - {SwapOut.name, Recompute.name}
 
 
 def speeds_of(report: WorkerReported, target: WorkerReported | None = None) -> ReliefSpeeds:
@@ -73,7 +73,7 @@ class Preempting:
                 victim=Victim(blocks=item.held_blocks, tokens=item.computed_tokens, remaining_tokens=0),
             )
             relief = next_relief(pressure, rules.switched_off | _OTHERS)
-            if relief.chosen is not None and relief.chosen.rung == Swap.name:
+            if relief.chosen is not None and relief.chosen.rung == SwapOut.name:
                 mode = PreemptMode.SWAP
                 self.swapped_blocks += item.held_blocks
         self.counts[mode] += 1

@@ -164,7 +164,7 @@ class Pause(Rung):
         return RungOffer(self.name, p.frees_blocks, cost_s, f"one ends within {within} steps")
 
 
-class Swap(Rung):
+class SwapOut(Rung):
     """Move a request's KV to the host."""
 
     name = "swap"
@@ -187,7 +187,7 @@ class Recompute(Rung):
         return RungOffer(self.name, p.victim.blocks, p.again_s + p.absence_s, "computed again")
 
 
-RUNGS: tuple[Rung, ...] = (Expand(), Borrow(), Migrate(), Pause(), Swap(), Recompute())
+RUNGS: tuple[Rung, ...] = (Expand(), Borrow(), Migrate(), Pause(), SwapOut(), Recompute())
 """In the order that breaks ties, after eviction and the policy's reserve."""
 LADDER = tuple(rung.name for rung in RUNGS)
 

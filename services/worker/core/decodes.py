@@ -36,7 +36,7 @@ def by_length(sequences: Iterable[HeldSequence]) -> list[HeldSequence]:
     return sorted(sequences, key=_POSITION)
 
 
-class DecodeGroup:
+class SteadyGroup:
     """Sequences that decode together. It is valid until one of them ends, loses its blocks
     or gets more of them."""
 
@@ -101,7 +101,7 @@ class DecodeGroup:
 class DecodeBatch:
     """One step of a group: row `i` computes the token at position `first[i]`, and samples the next one."""
 
-    def __init__(self, group: DecodeGroup, first: Int64s, tokens: Int64s) -> None:
+    def __init__(self, group: SteadyGroup, first: Int64s, tokens: Int64s) -> None:
         self.group = group
         self.first = first
         self.tokens = tokens
@@ -120,7 +120,7 @@ class DecodeBatch:
 
     def only(self, rows: list[int], revision: int) -> "DecodeBatch":
         """Return the batch with some of its rows."""
-        group = DecodeGroup([self.group.sequences[row] for row in rows], self.group.block_tokens, revision)
+        group = SteadyGroup([self.group.sequences[row] for row in rows], self.group.block_tokens, revision)
         return DecodeBatch(group, self.first[rows], self.tokens[rows])
 
     def begin(self) -> None:

@@ -5,7 +5,7 @@ The caller alternates `begin_step` and `finish_step`, and calls the `on_…` met
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from services.worker.core.decodes import DecodeBatch, DecodeGroup, StepTokens, as_array, by_length
+from services.worker.core.decodes import DecodeBatch, SteadyGroup, StepTokens, as_array, by_length
 from services.worker.core.frames import AddressedFrame, assemble, decoded, fetched
 from services.worker.core.plans import PlanQueue, PutOff, QueuedPlan, StepWork, WorkItem
 from services.worker.core.reports import Identity, SpeedMeter, StepReports, StepTally
@@ -412,7 +412,7 @@ class StepCore:
         self._whole = queued if is_whole else None
         if not plain:
             return None
-        return DecodeGroup(by_length(plain.values()), size, table.revision).first
+        return SteadyGroup(by_length(plain.values()), size, table.revision).first
 
     def _apply(self, queued: QueuedPlan, item: PrefillChunk | Decode, sequence: HeldSequence | None) -> None:
         """Apply one item of a plan; report it once if it cannot be applied."""

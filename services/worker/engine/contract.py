@@ -94,7 +94,7 @@ def rows_of(decodes: DecodeBatch | None) -> list[Row]:
     return [Row([token], first, sequence.blocks, point) for sequence, token, first, point in each]
 
 
-class Ticket(Protocol):
+class StepTicket(Protocol):
     """A step in flight."""
 
     def result(self) -> Sequence[Sampled | None]:
@@ -127,7 +127,7 @@ class OverlappingEngine(Engine, Protocol):
     overlaps: bool
     """Whether it does. If not, only `step` is called."""
 
-    def submit(self, rows: StepRows) -> Ticket:
+    def submit(self, rows: StepRows) -> StepTicket:
         """Begin a step; `step` is this and `Ticket.result`. At most two are in flight, and only decodes of
         sequences in the first of them have unknown tokens in the second. The blocks of a step in flight
         belong to it."""

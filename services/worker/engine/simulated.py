@@ -22,7 +22,7 @@ import numpy.typing as npt
 from services.worker.core.costs import CostModel, find_cost, split_singles
 from services.worker.core.costs.fitted import RemoteCost
 from services.worker.core.sampling import Sampled, SamplePoint
-from services.worker.engine.contract import RemoteMeter, RemoteTokens, Row, StepRows, Ticket
+from services.worker.engine.contract import RemoteMeter, RemoteTokens, Row, StepRows, StepTicket
 from services.worker.engine.partition import Homes, split
 from services.worker.engine.spans import PackedSpans, Span, pack
 from services.worker.kv.core.block_pool import BlockPool
@@ -132,7 +132,7 @@ class SimulatedEngine:
         self._sleep(took_s)
         return self._told(rows)
 
-    def submit(self, rows: StepRows) -> "Ticket":
+    def submit(self, rows: StepRows) -> "StepTicket":
         """See `OverlappingEngine`. Blocks are written when the step is over. Raises CreditorLost."""
         known = rows if self._before is None else rows.known(self._before)
         due_s = max(time.monotonic(), self._due_s) + self._took_s(known)

@@ -14,7 +14,7 @@ from services.worker.core.sampling import Sampled
 from services.worker.core.sequences import SequenceLimits, SequenceTable
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.door import Door
-from services.worker.engine.contract import Engine, StepRows, Ticket
+from services.worker.engine.contract import Engine, StepRows, StepTicket
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.simulated import SimulatedEngine, answer_tokens, token_at
@@ -124,7 +124,7 @@ def simulated(overlaps: bool = True) -> SimulatedEngine:
 class Counting(SimulatedEngine):
     """Counts the rows of its steps."""
 
-    def submit(self, rows: StepRows) -> Ticket:
+    def submit(self, rows: StepRows) -> StepTicket:
         self.rows = [*getattr(self, "rows", ()), len(rows)]
         return super().submit(rows)
 
@@ -212,7 +212,7 @@ class Failing(SimulatedEngine):
     error: Exception = RuntimeError("as told")
     steps = 0
 
-    def submit(self, rows: StepRows) -> Ticket:
+    def submit(self, rows: StepRows) -> StepTicket:
         self.steps += 1
         ticket, step = super().submit(rows), self.steps
         if step == self.fails_at and self.fails_on_submission:
@@ -221,7 +221,7 @@ class Failing(SimulatedEngine):
 
 
 class _Failing:
-    def __init__(self, engine: Failing, ticket: Ticket, step: int) -> None:
+    def __init__(self, engine: Failing, ticket: StepTicket, step: int) -> None:
         self._engine, self._ticket, self._step = engine, ticket, step
 
     def result(self) -> Sequence[Sampled | None]:

@@ -106,7 +106,7 @@ class Matrix(ctypes.Structure):
     _fields_ = fields((ADDRESS, "data"), (INT32, "kind outputs inputs"))
 
 
-class Blocks(Protocol):
+class WeightBlocks(Protocol):
     """Weights of a file by the names of the module's parameters."""
 
     def kind(self, name: str) -> str:
@@ -125,7 +125,7 @@ class Precision:
 
     bits: int | None = None
     """8 or 4 for weights rounded at load; None: as the file has them."""
-    file: Blocks | None = None
+    file: WeightBlocks | None = None
 
 
 AS_STORED = Precision()
@@ -158,7 +158,7 @@ class ModelWeights:
     """Number of weights by kind of matrix."""
 
 
-class Packer:
+class WeightPacker:
     """Packs matrices of fp32 or grouped weights into arenas that grow with them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -229,7 +229,7 @@ def pack(
     library: ctypes.CDLL, module: Any, positions: int, *, release: bool, precision: Precision = AS_STORED
 ) -> ModelWeights:
     """Return the packed weights of a module of a known family, and its rotations up to `positions`."""
-    packer, family, body = Packer(library), family_of(module), module.model
+    packer, family, body = WeightPacker(library), family_of(module), module.model
     layers = []
     for index, layer in enumerate(body.layers):
         own = LayerWeights()
@@ -274,7 +274,7 @@ def pack(
 
 
 def _experts(
-    packer: Packer, experts: Any, precision: Precision
+    packer: WeightPacker, experts: Any, precision: Precision
 ) -> "tuple[ctypes.Array[Matrix], ctypes.Array[Matrix]]":
     count = len(experts.down_proj)
     gates, downs = (Matrix * count)(), (Matrix * count)()

@@ -24,7 +24,7 @@ _LEAST_PATIENCE_S = 0.05
 """Minimum time before a load is abandoned: the copying thread may have to wait for a core."""
 
 
-class Place(ABC):
+class KvPlace(ABC):
     """Where a block that leaves the device may go. A new kind is a subclass, and an entry in the caller's
     list of candidates."""
 
@@ -34,7 +34,7 @@ class Place(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Place):
+class KeptKv(KvPlace):
     """A tier, from which a block is loaded again."""
 
     tier: Tier
@@ -46,14 +46,14 @@ class Kept(Place):
         return (self.is_waited_for + returning) * block_s if block_s else None
 
 
-class Dropped(Place):
+class Dropped(KvPlace):
     """Nowhere: the block is computed again."""
 
     def cost_s(self, gate: "CostGate", returning: float) -> float | None:
         return None if gate.recompute_block_s is None else returning * gate.recompute_block_s
 
 
-HOST, PEERS, DROPPED = Kept(Tier.HOST, is_waited_for=True), Kept(Tier.PEER), Dropped()
+HOST, PEERS, DROPPED = KeptKv(Tier.HOST, is_waited_for=True), KeptKv(Tier.PEER), Dropped()
 
 
 class CostGate:
@@ -129,7 +129,7 @@ class CostGate:
             self.refused_blocks[tier] += 1
         return best
 
-    def cheapest(self, places: Sequence[Place], returning: float | None = 1.0) -> Place:
+    def cheapest(self, places: Sequence[KvPlace], returning: float | None = 1.0) -> KvPlace:
         """Return the place with the least expected time per block, the first of equals. The first place is
         used while any cost, or the share `returning` of blocks that come back, is unknown."""
         best, least_s = places[0], float("inf")

@@ -13,7 +13,7 @@ from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.core.worker_pipeline import Preempting
 from services.scheduler.policy.contract import PlannedPreemption
-from services.scheduler.policy.relief import Borrow, Migrate, Recompute, Swap
+from services.scheduler.policy.relief import Borrow, Migrate, Recompute, SwapOut
 from shared.messages.plans import PreemptMode
 from tests.services.scheduler.world import SMALL, small_world
 from tests.shared.messages.builders import worker_report
@@ -161,7 +161,7 @@ VICTIM = PlannedPreemption(("r", 0), held_blocks=6, computed_tokens=90)
 def test_the_cheaper_way_is_taken_and_its_costs_are_told() -> None:
     mode, relief = Preempting().decide(REPORT, VICTIM, ON)
     assert mode is PreemptMode.SWAP and relief is not None
-    assert {o.rung: round(o.cost_s, 3) for o in relief.offers} == {Swap.name: 0.012, Recompute.name: 0.09}
+    assert {o.rung: round(o.cost_s, 3) for o in relief.offers} == {SwapOut.name: 0.012, Recompute.name: 0.09}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_what_is_slower_or_was_never_measured_is_not(changed: dict[str, float]) 
 
 
 def test_each_rung_can_be_switched_off_and_the_ladder_as_a_whole() -> None:
-    off = ReliefRules(enabled=True, switched_off=frozenset({Swap.name}))
+    off = ReliefRules(enabled=True, switched_off=frozenset({SwapOut.name}))
     assert Preempting().decide(REPORT, VICTIM, off)[0] is PreemptMode.RECOMPUTE
     slow = msgspec.structs.replace(REPORT, host_block_s=1.0)
     off = ReliefRules(enabled=True, switched_off=frozenset({Recompute.name}))

@@ -17,7 +17,7 @@ from services.scheduler.policy.relief import (
     Migrate,
     Recompute,
     ReliefSpeeds,
-    Swap,
+    SwapOut,
     Victim,
     next_relief,
 )
@@ -40,7 +40,7 @@ def test_each_rung_is_taken_when_the_cheaper_ones_are_switched_off() -> None:
     while (rung := chosen(ALL, *off)) is not None:
         off.append(rung)
     assert set(off) == set(LADDER)
-    assert off.index(Migrate.name) < off.index(Swap.name) < off.index(Recompute.name)
+    assert off.index(Migrate.name) < off.index(SwapOut.name) < off.index(Recompute.name)
 
 
 @pytest.mark.parametrize("rung", LADDER)

@@ -20,7 +20,7 @@ from services.worker.engine.native import grouped
 from services.worker.engine.native.families import FAMILIES, obstacle
 from services.worker.engine.native.library import load as load_library
 from services.worker.engine.native.llama import NativeLlama
-from services.worker.engine.native.weights import Blocks, Packer, Precision
+from services.worker.engine.native.weights import Precision, WeightBlocks, WeightPacker
 from services.worker.engine.spans import Span
 from shared.errors import ConfigError
 from shared.gguf_files import BLOCKS
@@ -131,7 +131,7 @@ def test_what_the_table_has_not_goes_through_transformers_and_why_is_said(
     assert isinstance(make_forward(model, paged(model)), TransformersForward)
 
 
-class FromModule(Blocks):
+class FromModule(WeightBlocks):
     """A file whose blocks are made of a module's weights."""
 
     def __init__(self, module: Any, kinds: dict[str, str], otherwise: str) -> None:
@@ -236,7 +236,7 @@ def test_every_kept_types_numbers_are_its_values(name: str, number: int, seed: i
     wanted = dequantised(number, raw.flatten()).view(16, -1)
     assert found is not None
     assert torch.equal(found.values(), wanted)
-    packer = Packer(load_library())
+    packer = WeightPacker(load_library())
     matrix = packer.pack(found)
     activations = torch.from_numpy(dice.standard_normal((5, wanted.shape[1])).astype(np.float32))
     product = multiply(load_library(), matrix, activations)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.worker.engine.native import grouped
 from services.worker.engine.native.grouped import Grouped
 from services.worker.engine.native.library import load
-from services.worker.engine.native.weights import Matrix, Packer
+from services.worker.engine.native.weights import Matrix, WeightPacker
 
 KINDS = [
     grouped.FOUR_HALVES,
@@ -100,7 +100,7 @@ def test_the_product_is_that_of_rounded_activations(
     kind: int, rows: int, outputs: int, groups: int, threads: int, seed: int
 ) -> None:
     weights, library = random_weights(kind, outputs, 32 * groups, seed), load()
-    packer = Packer(library)
+    packer = WeightPacker(library)
     matrix = packer.pack(weights)
     a, onto = torch.randn(rows, 32 * groups), torch.randn(rows, outputs)
     wide = weights.values().double()
@@ -120,7 +120,7 @@ def test_the_product_is_that_of_rounded_activations(
 @pytest.mark.parametrize("outputs", [8, 13, 40])
 def test_a_pair_goes_through_its_gate(kind: int, gate: int, outputs: int) -> None:
     parts = [random_weights(kind, outputs, 64, seed) for seed in (1, 2)]
-    packer, a = Packer(load()), torch.randn(9, 64) * 3
+    packer, a = WeightPacker(load()), torch.randn(9, 64) * 3
     found = multiply(load(), packer.pack_pair(*parts), a, gate)
     gated, up = (rounded(a) @ part.values().double().T for part in parts)
     through = (
@@ -134,14 +134,14 @@ def test_a_pair_goes_through_its_gate(kind: int, gate: int, outputs: int) -> Non
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_that_is_not_finite_stays_so_and_alone(kind: int, poison: float) -> None:
-    packer, a = Packer(load()), torch.randn(6, 64)
+    packer, a = WeightPacker(load()), torch.randn(6, 64)
     a[2, 40] = poison
     product = multiply(load(), packer.pack(random_weights(kind, 20, 64, 3)), a)
     assert not product[2].isfinite().any() and product[[0, 1, 3, 4, 5]].isfinite().all()
 
 
 def test_rows_of_zeros_give_zeros() -> None:
-    packer = Packer(load())
+    packer = WeightPacker(load())
     matrix = packer.pack(random_weights(grouped.FOUR_HALVES, 20, 64, 3))
     assert torch.equal(multiply(load(), matrix, torch.zeros(3, 64)), torch.zeros(3, 20))
 

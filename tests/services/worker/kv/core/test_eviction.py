@@ -23,7 +23,7 @@ from services.worker.kv.core.load_policy import (
     PROBE_BLOCKS,
     RETRY_LOOKUPS,
     CostGate,
-    Place,
+    KvPlace,
 )
 from services.worker.kv.core.radix_tree import Node, Tier
 
@@ -288,7 +288,7 @@ def test_a_block_goes_where_it_is_expected_to_cost_least(
 ) -> None:
     gate = gate_of(host_s, 1.0, recompute_s)
     gate.profile(Tier.PEER, peer_s)
-    cost_s: dict[Place, float] = {
+    cost_s: dict[KvPlace, float] = {
         HOST: host_s + returning * host_s,
         PEERS: returning * peer_s,
         DROPPED: returning * recompute_s,
