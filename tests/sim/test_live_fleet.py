@@ -146,6 +146,11 @@ def engine(let_pass: Callable[[float], None], cost: CostModel = OPT_13B_A100) ->
     )
 
 
+def _at_once(decision: Decision) -> tuple[float, str]:
+    """Sort what happens at once by its words: the order of a step's rows is the worker's own."""
+    return decision[0], str(decision[1:])
+
+
 @pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize(("router", "seed"), [("least_work", 0), ("worst_fit", 1)])
 def test_simulated_workers_do_what_the_simulator_says(
@@ -170,7 +175,7 @@ def test_simulated_workers_do_what_the_simulator_says(
     kinds["predictor"] = find_predictor("sigma0.5", seed=seed)
     simple.simulated("witnessed", crowd(seed), SHAPE, SETTINGS, prediction_delay_s=PREDICTION_S, **kinds)
     for ours, theirs in zip(simulated, live, strict=True):
-        assert ours == theirs
+        assert sorted(ours, key=_at_once) == sorted(theirs, key=_at_once)
     assert all(any(what == "starts" for _, what, _ in decisions) for decisions in live)
     if policy == "vllm":
         assert any(what == "is preempted" for decisions in live for _, what, _ in decisions)

@@ -57,7 +57,9 @@ def test_the_configuration_names_no_folder_of_this_machine(tmp_path: Path) -> No
 
 
 def test_the_document_has_the_keys_of_every_bench() -> None:
-    made = json.loads(as_json(document("x", {"seed": 1}, Outcome({"a_ms": 2}, failures=3, extra={"m": []}))))
+    made = json.loads(
+        as_json(document("x", {"seed": 1}, Outcome({"a_ms": 2}, failures=3, extra={"more": []})))
+    )
     assert {"name", "git", "versions", "machine", "config", "figures", "failures"} <= set(made)
     assert (made["name"], made["figures"], made["failures"], made["more"]) == ("x", {"a_ms": 2.0}, 3, [])
     assert made["machine"]["cores"] >= 1
@@ -80,7 +82,7 @@ def result(name: str = "engine", **figures: float) -> dict[str, Any]:
 
 def test_a_block_is_put_at_the_end_of_the_page_and_replaced_later() -> None:
     once = inserted(TEXT, "engine, vllm, tiny_chat", result(tok_s_ratio_b1=1.25))
-    assert "| `tok_s_ratio_b1` | 1.25 |" in once and "As it came." in once
+    assert "| `tok_s_ratio_b1` | 1.25 |" in once and "Raw." in once
     twice = inserted(once, "engine, vllm, tiny_chat", result(tok_s_ratio_b1=1.5))
     assert "1.25" not in twice and twice.count("<!-- begin") == 1
     both = inserted(twice, "engine, llamacpp", result(tok_s_ratio_b1=2.0))
