@@ -65,7 +65,7 @@ class Spell:
         return self.lasting_s
 
 
-class Progress:
+class WatchedPart:
     """Progress of one thread, or a state of the process such as its lease."""
 
     def __init__(self, name: str) -> None:
@@ -93,12 +93,12 @@ class Progress:
         self._seen_turns = turns
 
 
-_parts: dict[str, Progress] = {}
+_parts: dict[str, WatchedPart] = {}
 
 
-def part(name: str) -> Progress:
+def part(name: str) -> WatchedPart:
     """Return a new part, which replaces an earlier one of this name."""
-    _parts[name] = Progress(name)
+    _parts[name] = WatchedPart(name)
     return _parts[name]
 
 

@@ -21,7 +21,7 @@ from services.worker.engine.contract import Engine, OverlappingEngine, Row, Step
 from services.worker.engine.step_record import StepRecord
 from shared.errors import CreditorLost, InternalError
 from shared.recorder import Recorder
-from shared.watchdog import STUCK_S, Progress
+from shared.watchdog import STUCK_S, WatchedPart
 
 
 class Occupancy:
@@ -75,12 +75,12 @@ class Runner:
         lost_blocks: Callable[[CreditorLost], set[int]] = lambda _: set(),
         recorder: Recorder | None = None,
         remote_s: Callable[[], float] = lambda: 0.0,
-        account: Progress | None = None,
+        account: WatchedPart | None = None,
         stuck_s: float = STUCK_S,
     ) -> None:
         """`remote_s` returns the total seconds that steps have waited for creditors. `account` is told what
         the thread does; less than `stuck_s` counts as progress."""
-        self._account = account or Progress("engine")
+        self._account = account or WatchedPart("engine")
         self._stuck_s = stuck_s
         self._record = None if recorder is None else StepRecord(recorder)
         self._remote_s = remote_s

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import watchdog
-from shared.watchdog import Progress, Spell
+from shared.watchdog import Spell, WatchedPart
 
 THING = f"thing-{os.getpid()}"
 PROCESS = """
@@ -124,14 +124,14 @@ class Clock:
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr(watchdog, "_waits_s", lambda pid: {"1": self.waited_s})
 
-    def run(self, part: Progress, seconds: float, waiting: float = 0.0) -> None:
+    def run(self, part: WatchedPart, seconds: float, waiting: float = 0.0) -> None:
         for _ in range(round(seconds / 0.5)):
             self.now_s += 0.5
             self.waited_s += 0.5 * waiting
             part.measure()
 
 
-def stuck(part: Progress) -> bool:
+def stuck(part: WatchedPart) -> bool:
     return part.is_stuck
 
 
@@ -139,7 +139,7 @@ def test_a_step_may_take_as_long_as_was_foreseen_and_no_wait_for_a_core_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    engine = Progress("engine")
+    engine = WatchedPart("engine")
     engine.at("a step", lambda: 20 * 60.0)
     clock.run(engine, 1199)
     assert not stuck(engine)
@@ -162,7 +162,7 @@ def test_a_step_may_take_as_long_as_was_foreseen_and_no_wait_for_a_core_counts(
 
 def test_a_debugger_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    part = Progress("event loop")
+    part = WatchedPart("event loop")
     part.at("a turn")
     monkeypatch.setattr("threading.gettrace", lambda: print)
     clock.run(part, 600)
