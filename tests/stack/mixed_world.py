@@ -121,14 +121,14 @@ class MixedWorld(World):
         if self.packer is not None:
             self.packer.on_withdrawn(refs)
 
-    def feed(self, event: str, *details: Any) -> None:
+    def feed(self, event: str, *details: Any, **more: Any) -> None:
         if event == "on_worker_reported":
             self.fleet.on_reported(details[0], self.now_s)
         elif event == "on_stepped":
             self.fleet.on_stepped(details[0])
             if self.packer is not None:
                 self.packer.on_stepped(details[0])
-        super().feed(event, *details)
+        super().feed(event, *details, **more)
 
     def _settle_moves(self) -> None:
         """What placement wants moved."""

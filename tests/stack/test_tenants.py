@@ -31,6 +31,7 @@ async def test_one_that_floods_waits_for_the_others(tmp_path: Path) -> None:
     settings = (
         f"gateway.keys={keys_of(flood='sheddable', a='standard', b='guaranteed')}",
         "worker.kv_blocks=96",
+        "scheduler.log_level=debug",
         "worker.simulated.speed=4",
     )
     flags = ("--engine", "simulated")

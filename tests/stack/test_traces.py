@@ -29,7 +29,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[RunningStack]:
-    settings = (f"traces.endpoint={collector.url}",)
+    settings = (f"traces.endpoint={collector.url}", "placement.log_level=debug")
     with running_stack(tmp_path_factory.mktemp("traces") / "run", settings=settings) as running:
         yield running
 
