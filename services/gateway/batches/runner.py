@@ -11,6 +11,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Scope
 
 from services.gateway.batches.store import WINDOW_S, BatchStore, StoredBatch
+from services.gateway.errors import HttpError
 from services.gateway.http.middleware import TRUSTED
 from shared.bus import fenced
 from shared.clock import unix_s
@@ -87,7 +88,12 @@ class BatchRunner:
         if owner is None:
             await self._fail(batch, [_problem("key_revoked", "the key of this batch was revoked", None)])
             return
-        lines, problems = read_lines(await self._store.content(batch.key, batch.input), batch.endpoint)
+        try:
+            content = await self._store.content(batch.key, batch.input)
+        except HttpError as error:
+            await self._fail(batch, [_problem("file_deleted", str(error), None)])
+            return
+        lines, problems = read_lines(content, batch.endpoint)
         if problems:
             await self._fail(batch, problems)
             return

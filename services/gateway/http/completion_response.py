@@ -12,6 +12,7 @@ from typing import Any, cast
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.database import committed
 from services.gateway.errors import ClientGone
 from services.gateway.exchange import NO_LEGACY, Deadline, Exchange, Legacy, admitted
 from services.gateway.http.connection import DIRECT_WRITER, DirectWriter
@@ -235,6 +236,8 @@ class CompletionResponse(Response):
             for answer in self._answers
         ]
         body = self._writer.whole(choices, self._usage())
+        if self._writer.stored is not None:
+            await committed(self._writer.stored)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -251,6 +254,8 @@ class CompletionResponse(Response):
                     break
                 await out.wait(self._exchange)
             tail = self._writer.end(self._usage(), include_usage=self._job.include_usage)
+            if self._writer.stored is not None:
+                await committed(self._writer.stored)
         except KvasirError as error:
             if not out.has_begun:
                 raise

@@ -4,6 +4,7 @@ request may be another gateway's."""
 import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
@@ -294,8 +295,8 @@ async def _responses(asked: Asked) -> Admitted:
         if store is None or request.store is False:
             return ResponseWriter(name, created, request)
 
-        def keep(answer: bytes, said: list[Any]) -> None:
-            store.put(key, name, answer, [*items, *said])
+        def keep(answer: bytes, said: list[Any]) -> Future[None]:
+            return store.put(key, name, answer, [*items, *said])
 
         return ResponseWriter(name, created, request, keep)
 

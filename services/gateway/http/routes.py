@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.anthropic import parse_messages
 from services.gateway.config import GatewayConfig
+from services.gateway.database import committed
 from services.gateway.errors import ClientGone, HttpError
 from services.gateway.exchange import HEADER, Deadline, deadline_of
 from services.gateway.http.browser import written
@@ -89,7 +90,7 @@ def make_app(
     reader = RequestReader(sessions, models, config, store)
     read = partial(read_body, config=config, threads=models.first.threads)
     desk.reread = reader.read_again
-    completions = _completions(reader, read, config, desk, store)
+    completions = _completions(reader, read, config, desk)
     for path, handler in completions.items():
         app.add_route(path, handler, methods=["POST"])
     add_stored(app, store, desk)
@@ -175,7 +176,6 @@ def _completions(
     read: ReadBody,
     config: GatewayConfig,
     desk: LastingDesk,
-    store: ResponseStore | None,
 ) -> dict[str, RouteHandler]:
     async def complete(path: str, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
@@ -241,8 +241,8 @@ def _completions(
             return Following(desk, kept, record)
         async with deadline.enforced():
             await desk.shadow(kept)
-            if store is not None:  # its client may ask any gateway for it at once
-                await store.settle()
+            if writer.stored is not None:  # its client may ask any gateway for it at once
+                await committed(writer.stored)
         return written_json(begun)
 
     return {path: partial(complete, path) for path in SURFACES}

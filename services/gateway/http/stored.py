@@ -1,15 +1,14 @@
 """Stored and background responses: an SQLite store, and the routes to get, list, cancel and delete them. The
-store is bounded in bytes and age per key. One thread does all reads and writes in order. Gateways of one
-machine may share the file (docs/decisions/0028)."""
+store is bounded in bytes and age per key. Gateways of one machine may share its file
+(docs/decisions/0028)."""
 
-import asyncio
-import os
 import sqlite3
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
@@ -17,22 +16,18 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from services.gateway.database import Database, committed
 from services.gateway.errors import ClientGone, HttpError, shown
 from services.gateway.http.middleware import RECORD, RequestRecord
 from services.gateway.lasting.desk import Kept, LastingDesk, name_of
 from services.gateway.openai.responses import listed_items
 from shared.clock import unix_s
-from shared.errors import ConfigError, InvalidRequest
+from shared.errors import InvalidRequest
 
 _log = getLogger("kvasir.gateway.responses")
-_BUSY_S = 5.0
-"""Seconds to wait for another gateway's lock on the file."""
 _DAY_S = 86_400.0
-T = TypeVar("T")
 
 _TABLES = """
-PRAGMA journal_mode = wal;
-PRAGMA secure_delete = on;
 CREATE TABLE IF NOT EXISTS responses (
     key TEXT NOT NULL, id TEXT NOT NULL, kept_s REAL NOT NULL, bytes INTEGER NOT NULL,
     body BLOB NOT NULL, items BLOB NOT NULL, PRIMARY KEY (key, id));
@@ -71,61 +66,42 @@ class ResponseStore:
         self._most_bytes = most_bytes
         self._most_age_s = most_days * _DAY_S
         self._now_s = now_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stored responses")
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-            self._file = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
-            self._file.executescript(_TABLES)
-        except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"{path} cannot keep responses: {error}", param="stored_responses") from error
+        self._file = Database(path, _TABLES, of="stored_responses")
+        self.close = self._file.close
 
-    def put(self, key: str, name: str, body: bytes, items: list[Any]) -> None:
-        """Store in the background; errors are logged."""
-        self._thread.submit(self._put, key, name, body, items)
+    def put(self, key: str, name: str, body: bytes, items: list[Any]) -> Future[None]:
+        """Store; the future is done when it is committed, or could not be, which is logged."""
+        now_s = self._now_s()
 
-    async def settle(self) -> None:
-        """Wait until everything given to `put` is committed."""
-        await self._on_thread(lambda: None)
+        def do(file: sqlite3.Connection) -> None:
+            packed = orjson.dumps(items)
+            file.execute(_PUT, (key, name, now_s, len(body) + len(packed), body, packed))
+            file.execute(_FORGET_OLD, (now_s - self._most_age_s,))
+            file.execute(_FORGET_MOST, (key, self._most_bytes))
+
+        kept = self._file.submit(do)
+        kept.add_done_callback(partial(_log_failure, name))
+        return kept
 
     async def find(self, key: str, name: str) -> StoredResponse:
         """Return the key's response. Raises HttpError 404 if it has none of that name."""
-        return await self._on_thread(lambda: self._find(key, name))
+        asked = (key, name, self._now_s() - self._most_age_s)
+        of = "FROM responses WHERE key = ? AND id = ? AND kept_s >= ?"
+        row = await self._file.run(lambda file: file.execute(f"SELECT body, items {of}", asked).fetchone())
+        if row is None:
+            raise not_found(name)
+        return StoredResponse(row[0], orjson.loads(row[1]))
 
     async def delete(self, key: str, name: str) -> None:
-        await self._on_thread(lambda: self._delete(key, name))
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True)
-        self._file.close()
-
-    async def _on_thread(self, do: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, do)
-
-    def _put(self, key: str, name: str, body: bytes, items: list[Any]) -> None:
-        now_s = self._now_s()
-        try:
-            packed = orjson.dumps(items)
-            with self._file:
-                self._file.execute(_PUT, (key, name, now_s, len(body) + len(packed), body, packed))
-                self._file.execute(_FORGET_OLD, (now_s - self._most_age_s,))
-                self._file.execute(_FORGET_MOST, (key, self._most_bytes))
-        except (sqlite3.Error, orjson.JSONEncodeError) as error:
-            _log.error("the response %s was not stored: %s", name, error)
-
-    def _find(self, key: str, name: str) -> StoredResponse:
-        asked = (key, name, self._now_s() - self._most_age_s)
-        rows = self._file.execute(
-            "SELECT body, items FROM responses WHERE key = ? AND id = ? AND kept_s >= ?", asked
-        ).fetchall()
-        if not rows:
+        """Raises HttpError 404 if the key has none of that name."""
+        asked = "DELETE FROM responses WHERE key = ? AND id = ?"
+        if not await self._file.run(lambda file: file.execute(asked, (key, name)).rowcount):
             raise not_found(name)
-        return StoredResponse(rows[0][0], orjson.loads(rows[0][1]))
 
-    def _delete(self, key: str, name: str) -> None:
-        with self._file:
-            deleted = self._file.execute("DELETE FROM responses WHERE key = ? AND id = ?", (key, name))
-        if deleted.rowcount == 0:
-            raise not_found(name)
+
+def _log_failure(name: str, kept: Future[None]) -> None:
+    if (error := kept.exception()) is not None:
+        _log.error("the response %s was not stored: %s", name, error)
 
 
 _OFF = "this server stores none (gateway.stored_responses names no file)"
@@ -179,7 +155,7 @@ class StoredResponses:
         if not _is_open(found):
             return found
         body = orjson.dumps({**orjson.loads(found.body), **how})
-        self._store.put(key, name, body, found.items)
+        await committed(self._store.put(key, name, body, found.items))
         return StoredResponse(body, found.items)
 
 

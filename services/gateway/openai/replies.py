@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
@@ -108,6 +109,8 @@ class AnswerWriter(ABC):
     """Writes one answer in the format of one API; by itself, one that is never streamed."""
 
     __slots__ = ()
+    stored: Future[None] | None = None
+    """The writing of what was said to a file; the client has the last bytes once it is committed."""
 
     def begin(self, index: int) -> bytes:
         """Return the bytes before a choice's first piece."""

@@ -1,6 +1,7 @@
 """OpenAI's Responses API: converts requests to chats, and writes answers and lists of items."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,7 +212,8 @@ class ResponseWriter(AnswerWriter):
     id: str
     created: int
     request: ResponseRequest
-    keep: Callable[[bytes, list[Any]], None] | None = None
+    keep: Callable[[bytes, list[Any]], Future[None]] | None = None
+    stored: Future[None] | None = None
     _number: int = 0
     _items: list[dict[str, Any]] = field(default_factory=list)
     _open: dict[str, Any] | None = None
@@ -275,7 +277,7 @@ class ResponseWriter(AnswerWriter):
     def _kept(self, body: dict[str, Any]) -> bytes:
         written = orjson.dumps(body)
         if self.keep is not None:
-            self.keep(written, self._items)
+            self.stored = self.keep(written, self._items)
         return written
 
     def _part(self, part: AnswerPart, logprobs: Any) -> bytes:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from services.gateway.batches.routes import batch_object, read_form
-from services.gateway.batches.runner import read_lines
+from services.gateway.batches.runner import BatchRunner, read_lines
 from services.gateway.batches.store import LEASE_S, BatchStore
 from services.gateway.errors import HttpError
 from shared.errors import ConfigError, InvalidRequest
+from shared.messages.sequence import NOBODY
+from tests.patience import PATIENCE_S
 
 CHATS = "/v1/chat/completions"
 DAY_S = 86_400.0
@@ -91,6 +93,8 @@ def test_one_gateway_at_a_time_works_on_a_batch_and_another_goes_on(store: Batch
         await store.end("gateway-0", second, "failed")  # it is not its batch any more
         assert (await store.batch("one", begun.id)).state == "in_progress"
         await store.end("gateway-1", second, "completed")
+        await store.put_answer(begun.id, 2, b"later", is_good=True)
+        assert await store.answered(begun.id) == set()
         ended = await store.batch("one", begun.id)
         assert (ended.state, ended.completed, ended.failed) == ("completed", 2, 1)
         assert ended.output is not None and ended.errors is not None
@@ -122,6 +126,26 @@ def test_a_cancelled_batch_is_seen_by_who_works_on_it(store: BatchStore) -> None
     run(play)
 
 
+def test_a_batch_fails_without_its_input_file_or_its_key(store: BatchStore) -> None:
+    async def app(*_: object) -> None:
+        raise AssertionError("nothing is asked")
+
+    async def play() -> None:
+        file = await store.add_file("one", "in", "batch", line())
+        for tenants, code in (({}, "key_revoked"), ({"one": NOBODY}, "file_deleted")):
+            begun = await store.begin("one", file.id, CHATS, "{}")
+            if tenants:
+                await store.delete_file("one", file.id)
+            async with asyncio.timeout(PATIENCE_S):
+                running = asyncio.create_task(BatchRunner(store, app, tenants).run())
+                while (ended := await store.batch("one", begun.id)).state != "failed":
+                    await asyncio.sleep(0.01)
+            running.cancel()
+            assert json.loads(ended.problems)[0]["code"] == code
+
+    run(play)
+
+
 def test_batches_are_listed_from_the_newest_and_a_store_is_opened_or_refused(
     store: BatchStore, clock: Clock, tmp_path: Path
 ) -> None:
@@ -137,7 +161,7 @@ def test_batches_are_listed_from_the_newest_and_a_store_is_opened_or_refused(
         assert await store.batches("two", None, 3) == []
 
     run(play)
-    with pytest.raises(ConfigError, match="cannot keep batches"):
+    with pytest.raises(ConfigError, match=r"cannot be used.*without gateway\.batches"):
         BatchStore(tmp_path, most_bytes=1, most_days=1)
 
 

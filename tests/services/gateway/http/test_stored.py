@@ -96,6 +96,23 @@ async def test_one_that_is_ended_is_computed_no_more(keeping: Stack, verb: str) 
     assert verb == "delete" or reply.json()["status"] == "cancelled"
 
 
+@pytest.mark.parametrize("how", [{}, {"stream": True}, {"background": True}])
+async def test_an_answer_ends_when_any_gateway_finds_it(
+    keeping: Stack, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    """Another gateway holds the file's lock: the client waits for it, and for no more than that."""
+    with sqlite3.connect(tmp_path / "responses.db", isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        asking = asyncio.create_task(keeping.http.post("/v1/responses", json={**BODY, **how}))
+        await until(lambda: keeping.scheduler.submits)
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+        other.execute("COMMIT")
+        reply = await asyncio.wait_for(asking, PATIENCE_S)
+        assert reply.status_code == 200
+        assert other.execute("SELECT count(*) FROM responses").fetchone() == (1,)
+
+
 async def test_it_fails_with_its_gateway(keeping: Stack, make_stack: MakeStack, tmp_path: Path) -> None:
     keeping.hold()
     name = await begun(keeping)
@@ -323,7 +340,7 @@ async def test_two_gateways_share_a_file_that_nobody_else_reads(tmp_path: Path, 
 def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database " * 100)
     for path in (tmp_path / "nowhere" / "responses.db", tmp_path / "text"):
-        with pytest.raises(ConfigError, match="cannot keep responses"):
+        with pytest.raises(ConfigError, match=r"cannot be used.*without gateway\.stored_responses"):
             ResponseStore(path, most_bytes=1, most_days=1)
 
 
