@@ -19,7 +19,7 @@ from services.gateway.fleet_metrics import fleet_metrics
 from services.gateway.http.browser import with_cors
 from services.gateway.http.connection import Server, bind, make_operator_server, make_server, url_of
 from services.gateway.http.middleware import OPEN_PATHS, OPERATOR_PATHS, Edge
-from services.gateway.http.reading import Models
+from services.gateway.http.reading import BodyReader, Models
 from services.gateway.http.routes import make_app, make_operator_app
 from services.gateway.http.stored import ResponseStore
 from services.gateway.key_watch import KeyWatch, Metered
@@ -171,14 +171,15 @@ async def run(config: GatewayConfig) -> None:
                 every(_LOOK_S, watched.on_tick, "gateway keys"),
             ):
                 tasks.create_task(loop)
+            read = BodyReader(config, models.first.threads).read
             page = partial(add_page, watch=watch, colleagues=colleagues)
 
             def add_more(app: FastAPI) -> None:
                 page(app, admin_key_sha256=config.admin_key_sha256)
                 if batches is not None:
-                    add_batches(app, batches, config, models.first.threads)
+                    add_batches(app, batches, read)
 
-            main = make_app(sessions, models, config, desk, store, add_more)
+            main = make_app(sessions, models, config, desk, read, store, add_more)
             if watched.may_have_quotas:
                 main = Metered(main, watched)
             tenants, counters, open_paths = watched.tenants, sessions.counters, OPEN_PATHS | PAGE_PATHS

@@ -11,12 +11,10 @@ from starlette.responses import Response
 
 from services.gateway.batches.runner import ENDPOINTS
 from services.gateway.batches.store import MOST_LISTED, WINDOW_S, BatchStore, File, StoredBatch
-from services.gateway.config import GatewayConfig
 from services.gateway.errors import shown
 from services.gateway.http.middleware import RECORD
-from services.gateway.http.reading import read_body
+from services.gateway.http.reading import ReadBody
 from services.gateway.http.stored import written_json
-from services.gateway.text.tokenizer import TokenizerThreads
 from shared.errors import InvalidRequest
 
 _PURPOSES = ("batch", "batch_output")
@@ -33,7 +31,7 @@ class _Asked(msgspec.Struct):
 _asked = msgspec.json.Decoder(_Asked).decode
 
 
-def add_batches(app: FastAPI, store: BatchStore, config: GatewayConfig, threads: TokenizerThreads) -> None:
+def add_batches(app: FastAPI, store: BatchStore, read: ReadBody) -> None:
     """Add the routes."""
 
     def key_of(request: Request) -> str:
@@ -41,7 +39,7 @@ def add_batches(app: FastAPI, store: BatchStore, config: GatewayConfig, threads:
 
     @app.post("/v1/files")
     async def upload(request: Request) -> Response:
-        body = await read_body(request, config, threads)
+        body = await read(request)
         name, purpose, content = read_form(request.headers.get("content-type", ""), body)
         return _json(file_object(await store.add_file(key_of(request), name, purpose, content)))
 
@@ -65,7 +63,7 @@ def add_batches(app: FastAPI, store: BatchStore, config: GatewayConfig, threads:
 
     @app.post("/v1/batches")
     async def begin(request: Request) -> Response:
-        asked = _read_asked(await read_body(request, config, threads))
+        asked = _read_asked(await read(request))
         metadata = orjson.dumps(asked.metadata or {})
         if len(metadata) > _MOST_METADATA_BYTES:
             text = f"metadata should be at most {_MOST_METADATA_BYTES} bytes"

@@ -3,9 +3,9 @@ request may be another gateway's."""
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from services.gateway.parts.readers import PlainReader
 from services.gateway.sessions import Sessions
 from services.gateway.text.tokenizer import AT_ONCE_BYTES, TokenizerThreads
 from shared.clock import monotonic_s, unix_s
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, Overloaded
 from shared.messages.sequence import unpack_tokens
 from shared.messages.shadows import Shadow
 
@@ -49,28 +49,74 @@ _ENCODINGS = {"": False, "identity": False, "gzip": True, "x-gzip": True, "defla
 """Supported encodings; True: the body is compressed."""
 
 
-async def read_body(request: Request, config: GatewayConfig, threads: TokenizerThreads) -> bytes:
-    """Return the whole body. Raises HttpError 413 above the size limit (packed or unpacked), 408 past the
-    deadline, 415 for an unknown encoding; InvalidRequest for a corrupt body, ClientGone on a disconnect."""
-    encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding not in _ENCODINGS:
-        text = f"a body with Content-Encoding {shown(encoding, 64)!r} is not read"
-        advice = "send it as it is, or packed with gzip or deflate"
-        raise HttpError(415, f"{text}: {advice}", error_code="unsupported_encoding", closes=True)
-    most, timeout_s = config.max_body_bytes, config.receive_timeout_s
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > most + MAX_DISCARDED_BYTES:
-        raise _too_large(most)
-    try:
-        async with asyncio.timeout(timeout_s):
-            body = await _collect(request.receive, most)
-    except TimeoutError:
-        text = f"the request body did not arrive within {timeout_s:g} s"
-        raise HttpError(408, text, error_code="request_timeout", closes=True) from None
-    if not _ENCODINGS[encoding]:
-        return body
-    # The single reader thread bounds how many inflated bodies wait.
-    return await threads.read(lambda: inflated(body, most), max(len(body), AT_ONCE_BYTES + 1))
+ReadBody = Callable[[Request], Awaitable[bytes]]
+ROOM_BYTES = 256 * 1024 * 1024
+"""For all bodies on their way, apart from those of at most `_SMALL_BYTES`."""
+_SMALL_BYTES = 64 * 1024
+
+
+class BodyReader:
+    """Reads bodies of requests: each within its limits, and all on their way within `ROOM_BYTES`."""
+
+    def __init__(
+        self, config: GatewayConfig, threads: TokenizerThreads, room_bytes: int = ROOM_BYTES
+    ) -> None:
+        self._config = config
+        self._threads = threads
+        self._room_bytes = max(room_bytes, config.max_body_bytes)
+        self._freed = asyncio.Event()
+
+    async def read(self, request: Request) -> bytes:
+        """Return the whole body. Raises HttpError 413 above the size limit (packed or unpacked), 408 past the
+        deadline, 415 for an unknown encoding; InvalidRequest for a corrupt body, ClientGone on a disconnect,
+        Overloaded without room."""
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding not in _ENCODINGS:
+            text = f"a body with Content-Encoding {shown(encoding, 64)!r} is not read"
+            advice = "send it as it is, or packed with gzip or deflate"
+            raise HttpError(415, f"{text}: {advice}", error_code="unsupported_encoding", closes=True)
+        most = self._config.max_body_bytes
+        announced = request.headers.get("content-length", "")
+        likely_bytes = int(announced) if announced.isdecimal() else most
+        if likely_bytes > most:
+            raise _too_large(most)
+        if likely_bytes <= _SMALL_BYTES:
+            body = await self._collect(request)
+        else:
+            async with self._room(likely_bytes):
+                body = await self._collect(request)
+        if not _ENCODINGS[encoding]:
+            return body
+        # The single reader thread bounds how many inflated bodies wait.
+        return await self._threads.read(lambda: inflated(body, most), max(len(body), AT_ONCE_BYTES + 1))
+
+    @asynccontextmanager
+    async def _room(self, size_bytes: int) -> AsyncIterator[None]:
+        """Hold that much of the room. Raises Overloaded when others have held it for too long."""
+        timeout_s = self._config.receive_timeout_s / 2
+        try:
+            async with asyncio.timeout(timeout_s):
+                while size_bytes > self._room_bytes:
+                    self._freed.clear()
+                    await self._freed.wait()
+        except TimeoutError:
+            text = "too many large request bodies are on their way: try again"
+            raise Overloaded(text, retry_after_s=timeout_s) from None
+        self._room_bytes -= size_bytes
+        try:
+            yield
+        finally:
+            self._room_bytes += size_bytes
+            self._freed.set()
+
+    async def _collect(self, request: Request) -> bytes:
+        timeout_s = self._config.receive_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await _collect(request.receive, self._config.max_body_bytes)
+        except TimeoutError:
+            text = f"the request body did not arrive within {timeout_s:g} s"
+            raise HttpError(408, text, error_code="request_timeout", closes=True) from None
 
 
 def inflated(body: bytes, max_bytes: int) -> bytes:

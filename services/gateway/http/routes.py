@@ -20,7 +20,7 @@ from services.gateway.exchange import HEADER, Deadline, deadline_of
 from services.gateway.http.browser import written
 from services.gateway.http.completion_response import Reading
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord, refusal
-from services.gateway.http.reading import SURFACES, Models, RequestReader, read_body
+from services.gateway.http.reading import SURFACES, Models, ReadBody, RequestReader
 from services.gateway.http.stored import Following, ResponseStore, add_stored, written_json
 from services.gateway.lasting.desk import LastingDesk, fingerprint_of, name_of
 from services.gateway.openai.admission import Acceptance
@@ -73,7 +73,6 @@ class Shortcut:
         await response(scope, receive, send)
 
 
-ReadBody = Callable[[Request], Awaitable[bytes]]
 AddPage = Callable[[FastAPI], None]
 
 
@@ -82,13 +81,13 @@ def make_app(
     models: Models,
     config: GatewayConfig,
     desk: LastingDesk,
+    read: ReadBody,
     store: ResponseStore | None = None,
     add_page: AddPage = lambda _: None,
 ) -> ASGIApp:
     """Return the application behind `Edge`. Without `store`, no response is stored."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     reader = RequestReader(sessions, models, config, store)
-    read = partial(read_body, config=config, threads=models.first.threads)
     desk.reread = reader.read_again
     completions = _completions(reader, read, config, desk)
     for path, handler in completions.items():

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError, error_response
 from services.gateway.http.connection import ENGAGE, ConnectionTable, address_key, bind, make_server
-from services.gateway.http.reading import read_body
+from services.gateway.http.reading import BodyReader
 from services.gateway.text.tokenizer import TokenizerThreads
 from tests.patience import PATIENCE_S, until
 
@@ -42,7 +42,7 @@ class Application:
         scope[ENGAGE]()
         try:
             if scope["path"] != "/early":
-                body = await read_body(Request(scope, receive), LIMITS, THREADS)
+                body = await BodyReader(LIMITS, THREADS).read(Request(scope, receive))
         except ClientGone:
             self.left += 1
             return

@@ -28,7 +28,7 @@ from services.gateway.http import reading as bodies
 from services.gateway.http.browser import GETS, POSTS
 from services.gateway.http.connection import bind
 from services.gateway.http.middleware import RECORD, Edge
-from services.gateway.http.reading import inflated, read_body
+from services.gateway.http.reading import BodyReader, inflated
 from services.gateway.openai.replies import DONE
 from services.gateway.openai.schemas import MAX_ENTRIES, MAX_VALUES, parse_object
 from services.gateway.text.tokenizer import TokenizerThreads
@@ -228,26 +228,53 @@ async def read(
     threads = TokenizerThreads(1, 4)
     try:
         config = GatewayConfig.model_validate({"max_body_bytes": most_bytes, "receive_timeout_s": 0.1})
-        return await read_body(Request({"type": "http", "headers": headers}, receive), config, threads)
+        return await BodyReader(config, threads).read(Request({"type": "http", "headers": headers}, receive))
     finally:
         threads.close()
 
 
-@pytest.mark.parametrize("length", [None, "11", "nonsense", "-5"])
+@pytest.mark.parametrize("length", [None, "nonsense", "-5"])
 async def test_over_the_cap_is_413_after_the_client_has_said_it_all(length: str | None) -> None:
     with pytest.raises(HttpError) as caught:
         await read(arriving([b"x" * 6, b"x" * 5]), length)
     assert (caught.value.status, caught.value.closes) == (413, True)
 
 
-async def test_far_over_the_cap_is_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_DISCARDED_BYTES", 100)
+async def test_what_is_announced_as_too_large_is_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HttpError) as caught:
-        await read(arriving([], ends=False), "111")
+        await read(arriving([], ends=False), "11")
     assert caught.value.status == 413
+    monkeypatch.setattr(bodies, "MAX_DISCARDED_BYTES", 100)
     with pytest.raises(HttpError) as caught:
         await read(arriving([b"x" * 60] * 2, ends=False))
     assert caught.value.status == 413
+
+
+async def test_large_bodies_on_their_way_share_a_room() -> None:
+    """A third waits until one of two has come, or is refused; a small one passes. The room is given back."""
+    config = GatewayConfig.model_validate({"max_body_bytes": 1_000_000, "receive_timeout_s": 0.6})
+    threads = TokenizerThreads(1, 4)
+    reader = BodyReader(config, threads, room_bytes=2_000_000)
+
+    def ask(receive: Receive, length: int) -> asyncio.Task[bytes]:
+        headers = [(b"content-length", b"%d" % length)]
+        return asyncio.create_task(reader.read(Request({"type": "http", "headers": headers}, receive)))
+
+    whole = b"x" * 1_000_000
+    late = [ask(arriving([whole[:9]], ends=False), len(whole)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert await ask(arriving([b"{}"]), 2) == b"{}"
+    began_s = time.monotonic()
+    with pytest.raises(Overloaded, match="too many large request bodies"):
+        await ask(arriving([whole]), len(whole))
+    assert 0.25 < time.monotonic() - began_s < 0.55
+    waiting = ask(arriving([whole]), len(whole))  # the two are past their deadline before this one is
+    assert await waiting == whole
+    for task in late:
+        with pytest.raises(HttpError, match="did not arrive within"):
+            await task
+    assert await asyncio.gather(*(ask(arriving([whole]), len(whole)) for _ in range(4))) == [whole] * 4
+    threads.close()
 
 
 def packed(content: bytes, bits: int) -> bytes:
