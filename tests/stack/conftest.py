@@ -27,7 +27,7 @@ def stack_of(name: str, scope: Any = "module", **how: Any) -> Any:
 
 SIMULATED = ("--engine", "simulated")
 stack = stack_of("stack", "session", settings=("placement.log_level=debug",))
-"""Two workers under default settings, and the line of each route in the log. Tests also kill its processes."""
+"""Two workers under default settings, and a line per route in the log. Tests also kill its processes."""
 _ROOMY = ("worker.kv_blocks=1024", "worker.prefix_cache.enabled=false")
 roomy = stack_of("roomy", "session", workers=1, settings=_ROOMY)
 """One worker with memory enough and no cache: the text that others should give, too."""
