@@ -1,6 +1,7 @@
 """The gateway process: bus handlers, heartbeat and HTTP servers."""
 
 import asyncio
+import ctypes
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
@@ -52,6 +53,9 @@ from shared.messages.tokens import TokenFrame
 TICK_S = 0.1
 SHUTDOWN_MARGIN_S = 2.0
 _LOOK_S = 0.5
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 1024 * 1024
+"""Blocks of memory from this size on go back to the system when they are freed: bodies of requests."""
 _logger = log.get_logger("gateway")
 
 HANDLERS = (
@@ -129,6 +133,8 @@ def _batches_of(config: GatewayConfig) -> BatchStore | None:
 
 async def run(config: GatewayConfig) -> None:
     """Serve until cancelled. Then let running answers continue for `shutdown_grace_s`, and fail the rest."""
+    with suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
     models = Models(
         [Acceptance(each, await asyncio.to_thread(load_codec, each.model)) for each in config.of_models()]
     )

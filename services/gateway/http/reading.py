@@ -5,7 +5,7 @@ import asyncio
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from services.gateway.parts.readers import PlainReader
 from services.gateway.sessions import Sessions
 from services.gateway.text.tokenizer import AT_ONCE_BYTES, TokenizerThreads
 from shared.clock import monotonic_s, unix_s
-from shared.errors import InvalidRequest, Overloaded
+from shared.errors import InvalidRequest
 from shared.messages.sequence import unpack_tokens
 from shared.messages.shadows import Shadow
 
@@ -69,7 +69,7 @@ class BodyReader:
     async def read(self, request: Request) -> bytes:
         """Return the whole body. Raises HttpError 413 above the size limit (packed or unpacked), 408 past the
         deadline, 415 for an unknown encoding; InvalidRequest for a corrupt body, ClientGone on a disconnect,
-        Overloaded without room."""
+        503 without room."""
         encoding = request.headers.get("content-encoding", "").strip().lower()
         if encoding not in _ENCODINGS:
             text = f"a body with Content-Encoding {shown(encoding, 64)!r} is not read"
@@ -101,7 +101,7 @@ class BodyReader:
                     await self._freed.wait()
         except TimeoutError:
             text = "too many large request bodies are on their way: try again"
-            raise Overloaded(text, retry_after_s=timeout_s) from None
+            raise HttpError(503, text, error_code="overloaded", closes=True) from None
         self._room_bytes -= size_bytes
         try:
             yield
@@ -111,12 +111,12 @@ class BodyReader:
 
     async def _collect(self, request: Request) -> bytes:
         timeout_s = self._config.receive_timeout_s
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 return await _collect(request.receive, self._config.max_body_bytes)
-        except TimeoutError:
-            text = f"the request body did not arrive within {timeout_s:g} s"
-            raise HttpError(408, text, error_code="request_timeout", closes=True) from None
+        # Not while TimeoutError is handled: its traceback would keep what came of the body.
+        text = f"the request body did not arrive within {timeout_s:g} s"
+        raise HttpError(408, text, error_code="request_timeout", closes=True)
 
 
 def inflated(body: bytes, max_bytes: int) -> bytes:
