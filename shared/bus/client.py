@@ -69,9 +69,10 @@ class _Reader(asyncio.Protocol):
         if not self._is_held:
             self._read()
 
-    def eof_received(self) -> bool | None:
+    def eof_received(self) -> None:
+        """End; the transport closes, since TLS knows no half-closed connection."""
         self.end(nats.errors.UnexpectedEOF())
-        return bool(self._former.eof_received())
+        self._former.eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.end(error if isinstance(error, OSError) else nats.errors.UnexpectedEOF())

