@@ -100,7 +100,7 @@ def command_of(
 
 
 async def test_the_commands_of_its_pods_serve_a_chat(tmp_path: Path) -> None:
-    """All but the kubelet: commands, environments, settings and secrets of pods, in processes of this machine."""
+    """All but the kubelet: commands, environments, settings and secrets of pods, in processes here."""
     folder, config, run = tmp_path / "secrets", tmp_path / "config", tmp_path / "run"
     write_secrets(folder)
     for path in (config, run):
