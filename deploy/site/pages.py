@@ -39,6 +39,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Operating": (
         "models",
         "containers",
+        "kubernetes",
         "upgrades",
         "live-page",
         "explain",
