@@ -374,6 +374,7 @@ class ResponseWriter(AnswerWriter):
             "output": items,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
+            "prompt_cache_diagnostics": None,
             "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
             "service_tier": "default",
             "store": self.keep is not None,
