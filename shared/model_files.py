@@ -78,6 +78,12 @@ def check_model(model: str) -> None:
             _check_safetensors(path)
 
 
+def hub_reason(error: Exception) -> str:
+    """Return the hub client's reason for a failed download, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.removeprefix("Got: ").partition(" An error happened while")[0]
+
+
 def parameters_of(folder: Path) -> int:
     """Return the number of weights in a folder's safetensors files."""
     count = 0

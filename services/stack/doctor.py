@@ -19,8 +19,8 @@ from shared.model_files import HubId, check_model, parameters_of, source_of
 
 _COMPILERS = ("c++", "g++", "clang++")
 _LEAST_DISK_BYTES = 1_000_000_000
-_BESIDE_WEIGHTS = 1.3
-"""Memory of a worker over its weights, without KV."""
+_WORKER_BYTES, _OF_WEIGHTS = 200_000_000, 1.3
+"""Memory of a worker without KV: its own, and its weights' over their size."""
 _FLOAT_BYTES = 4
 _VECTORS = ("amx_int8", "avx512_vnni", "avx512f", "avx2", "asimd")
 _GIGA = 1e9
@@ -97,7 +97,7 @@ def _model(model: str | None, workers: int) -> Iterator[Finding]:
         check_model(place)
         origin = source_of(place)
     except ConfigError as error:
-        yield Finding("model", model, error.message, is_fatal=True)
+        yield Finding("model", error.message, is_fatal=True)
         return
     if isinstance(origin, HubId):
         downloaded = _from_hub(origin)
@@ -111,13 +111,6 @@ def _model(model: str | None, workers: int) -> Iterator[Finding]:
 
 def _from_hub(model: HubId) -> Path | Finding:
     """Return the folder to which a hub model was downloaded, or what to do about its absence."""
-    if model.name in models.TO_PULL:
-        advice = f"./kvasir models pull {model.name} fetches it ({models.TO_PULL[model.name][1]} MB)"
-        return Finding("model", f"{model} is not here", advice, is_fatal=True)
-    if "/" not in model.name:
-        here = ", ".join(found.name for found in models.known())
-        advice = f"write a folder, a GGUF file, a hub id as ORG/NAME, or a model that is here: {here}"
-        return Finding("model", f"there is no {model}", advice, is_fatal=True)
     from huggingface_hub import snapshot_download  # takes a second, only needed here
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -135,7 +128,7 @@ def _weight_bytes(folder: Path) -> int:
 
 
 def _memory(weight_bytes: int, workers: int) -> Finding:
-    free_bytes, each = psutil.virtual_memory().available, weight_bytes * _BESIDE_WEIGHTS
+    free_bytes, each = psutil.virtual_memory().available, _WORKER_BYTES + weight_bytes * _OF_WEIGHTS
     found = (
         f"{free_bytes / _GIGA:.1f} GB free, {workers} × {each / _GIGA:.2f} GB for workers without their KV"
     )
