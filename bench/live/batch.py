@@ -30,7 +30,7 @@ ENGINES: Mapping[str, Mapping[str, object]] = {
     "simulated": {"worker.engine": "simulated", "worker.simulated.speed": 0.25},
     "tiny_chat": {"worker.threads": 1},
 }
-"""The simulated engine takes four times as long, so that its steps and not this machine's cores set the pace."""
+"""The simulated engine is slowed four times, so that its steps and not this machine's cores set the pace."""
 _CHAT_TOKENS, _BATCH_TOKENS = 64, 128
 _PATH = "/v1/chat/completions"
 _DEADLINE_S = 3600.0
