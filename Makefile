@@ -13,7 +13,7 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help sbom up down status logs chat test test-vllm dev check lint types layers house mutants format simulate slow clients lm-eval docs diagrams lock wheels secrets dashboards axe compose-test readme-test setup-vllm setup-llamacpp clean
+.PHONY: help sbom up down status logs chat test test-vllm dev check lint types layers house mutants format simulate slow clients lm-eval docs diagrams lock wheels secrets dashboards axe compose-test readme-test newcomer setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -115,6 +115,10 @@ compose-test: .venv/.dev ## build the image, run the stack in containers, kill a
 readme-test: ## do what README says, in a clean clone, and write down what was seen (ARGS="--without 'make test'")
 	@$(CHECK_PYTHON)
 	@$(PYTHON) tests/readme/walk.py $(ARGS)
+
+newcomer: ## a newcomer's first commands and mistakes, in a clean clone, and what was answered
+	@$(CHECK_PYTHON)
+	@$(PYTHON) tests/readme/newcomer.py $(ARGS)
 
 check: lint types layers house ## ruff, mypy, import rules, and the ceilings of house.toml
 

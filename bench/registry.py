@@ -40,6 +40,9 @@ class Bench:
 
 BENCHES = (
     Bench("audit", "micro.audit", "what checking KV for flipped bits costs"),
+    Bench(
+        "batch", "live.batch", "chats beside a batch, with and without: p99; all done though processes die"
+    ),
     Bench("bulk", "micro.bulk.bench", "GB/s between two workers, by each transport"),
     Bench("distattention", "micro.distattention.bench", "attention over keys that other workers hold"),
     Bench("engine", "live.engine.bench", "our engine, served, against vLLM or llama.cpp"),

@@ -27,7 +27,10 @@ class Parser(argparse.ArgumentParser):
         """Report an unknown flag together with the closest known one."""
         found, rest = super().parse_known_args(args, namespace)
         for word in rest:
-            if close := get_close_matches(word.partition("=")[0], self._option_string_actions, n=1):
+            flag = word.partition("=")[0]
+            if flag in self._option_string_actions:
+                self.error(f"{flag} comes directly after `{self.prog}`")
+            if close := get_close_matches(flag, self._option_string_actions, n=1):
                 self.error(f"unrecognized argument {word}; did you mean {close[0]}?")
         return found, rest
 

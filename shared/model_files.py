@@ -4,6 +4,7 @@ with a revision (`org/name`, `org/name@0123abc`). Knows the layout of Hugging Fa
 import json
 import struct
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -75,6 +76,22 @@ def check_model(model: str) -> None:
     for path in weights:
         if path.suffix == ".safetensors":
             _check_safetensors(path)
+
+
+def hub_reason(error: Exception) -> str:
+    """Return the hub client's reason for a failed download, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.removeprefix("Got: ").partition(" An error happened while")[0]
+
+
+def parameters_of(folder: Path) -> int:
+    """Return the number of weights in a folder's safetensors files."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(_LENGTH.unpack(file.read(_LENGTH.size))[0]))
+        count += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return count
 
 
 def revision_advice(hub_id: HubId, commit: str | None) -> str | None:

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from shared.errors import ConfigError
 from shared.log import get_logger
-from shared.model_files import read_json, revision_advice, source_of
+from shared.model_files import hub_reason, read_json, revision_advice, source_of
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -64,7 +64,8 @@ def model_folder(model: str) -> Path:
         folder = Path(snapshot_download(source.name, revision=source.revision, allow_patterns=list(FILES)))
     except Exception as error:  # the hub client's errors have no common base
         raise ConfigError(
-            f"model {model!r} is neither a folder nor a hub id that can be had: {error}"
+            f"model {model} is no folder here, and the hub gives none: {hub_reason(error)}; name a folder or "
+            "a GGUF file"
         ) from error
     advice = revision_advice(source, folder.name)  # a snapshot's folder is named after its commit
     if advice is not None:

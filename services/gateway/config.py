@@ -92,10 +92,17 @@ class GatewayConfig(ModelServiceConfig):
         description="state of the last token, or the mean of all (a step for each); auto: as the model's "
         "1_Pooling/config.json says, else last",
     )
-    stored_responses: str = Field("", description="SQLite file for stored responses; empty: none")
-    stored_responses_mb: int = Field(64, ge=1, description="of them, for each API key; the oldest leave")
+    stored_responses: str = Field(
+        "", description="SQLite file for stored responses; empty: none; `up`: in its run directory"
+    )
+    stored_responses_mb: int = Field(
+        64, ge=1, description="of stored responses, for each API key; the oldest leave"
+    )
     stored_responses_days: float = Field(30.0, gt=0, description="for which they are kept at most")
-    batches: str = Field("", description="SQLite file for /v1/files and /v1/batches; empty: neither")
+    batches: str = Field(
+        "",
+        description="SQLite file for /v1/files and /v1/batches; empty: neither; `up`: in its run directory",
+    )
     batches_mb: int = Field(256, ge=1, description="of files, for each API key")
     batches_days: float = Field(30.0, gt=0, description="for which files and ended batches are kept")
     resume_s: float = Field(

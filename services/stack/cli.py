@@ -210,10 +210,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor", parents=[common], help="look at this machine: what is missing for serving a model?"
     )
-    doctor.add_argument(
-        "--model", default=StackConfig.model_fields["model"].default, metavar="FOLDER_OR_HUB_ID"
-    )
-    doctor.add_argument("--port", type=int, default=StackConfig.model_fields["port"].default, metavar="N")
+    doctor.add_argument("--model", metavar="FOLDER_OR_HUB_ID", help="model to look at [as `up` would serve]")
+    doctor.add_argument("--workers", type=int, metavar="N", help="how many workers [as `up` would start]")
+    doctor.add_argument("--port", type=int, metavar="N", help="port of the HTTP gateway [as `up` would take]")
     doctor.set_defaults(command=_doctor)
 
     chat = commands.add_parser("chat", parents=[common], help="chat with the model; with QUESTION, ask once")
@@ -386,7 +385,12 @@ def _config(arguments: argparse.Namespace, console: Console) -> int:
 def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     from services.stack.doctor import examined
 
-    findings = list(examined(RunDirectory(arguments.run_dir), arguments.model, arguments.port))
+    file = _DEFAULT_FILE if _DEFAULT_FILE.exists() else None
+    given = {name: getattr(arguments, name) for name in ("workers", "port")}
+    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    config = load(StackConfig, "stack", [*(["--config", str(file)] if file else []), *flags])
+    model = arguments.model or config.model or Sources(file, (), os.environ).value("worker-0", "model")
+    findings = list(examined(RunDirectory(arguments.run_dir), model, config.workers, config.port))
     for finding in findings:
         print(finding)
     return 1 if any(finding.is_fatal for finding in findings) else 0

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from services.stack.rundir import ROOT, RunDirectory
 from services.stack.supervisor import Child, ChildState
@@ -71,9 +72,9 @@ class StartDisplay:
         table = Table(box=None, padding=(0, 2), show_header=False)
         for child in self._children:
             ready = child.state is ChildState.READY
-            mark = "[green]✓[/]" if ready else "[yellow]…[/]"
-            table.add_row(mark, child.spec.name, "" if ready else f"[dim]{_word(child)}[/]")
-        table.add_row("", f"[dim]{elapsed_s:.0f} s[/]", "")
+            mark = Text("✓", "green") if ready else Text("…", "yellow")  # `say` prints it without markup
+            table.add_row(mark, child.spec.name, "" if ready else Text(_word(child), "dim"))
+        table.add_row("", Text(f"{elapsed_s:.0f} s", "dim"), "")
         return table
 
 

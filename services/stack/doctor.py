@@ -10,17 +10,18 @@ from pathlib import Path
 
 import psutil
 
-from services.stack import nats_server
-from services.stack.models import SHIPPED, resolved
+from services.stack import models, nats_server
 from services.stack.obstructions import DEFAULT_NATS_PORT, is_free, owner
 from services.stack.rundir import RunDirectory
 from shared.errors import ConfigError
-from shared.model_files import check_model
+from shared.gguf_files import WEIGHTS, read_header
+from shared.model_files import HubId, check_model, parameters_of, source_of
 
 _COMPILERS = ("c++", "g++", "clang++")
 _LEAST_DISK_BYTES = 1_000_000_000
-_BESIDE_WEIGHTS = 1.3
-"""Memory of a worker over its weights, without KV."""
+_WORKER_BYTES, _OF_WEIGHTS = 200_000_000, 1.3
+"""Memory of a worker without KV: its own, and its weights' over their size."""
+_FLOAT_BYTES = 4
 _VECTORS = ("amx_int8", "avx512_vnni", "avx512f", "avx2", "asimd")
 _GIGA = 1e9
 
@@ -40,14 +41,15 @@ class Finding:
         return f"{mark}  {self.name:9} {self.found}" + (f": {self.advice}" if self.advice else "")
 
 
-def examined(run: RunDirectory, model: str | None, port: int) -> Iterator[Finding]:
-    """Look at this machine and its readiness for a stack with this model and HTTP port."""
+def examined(run: RunDirectory, model: str | None, workers: int, port: int) -> Iterator[Finding]:
+    """Look at this machine and its readiness for a stack with this model (None: the default), number of
+    workers and HTTP port."""
     yield Finding("python", sys.version.split()[0])
     yield _processor()
     yield _compiler()
     yield _device()
     yield _nats()
-    yield from _memory(resolved(model or SHIPPED))
+    yield from _model(model or models.default(), workers)
     yield _disk(run.path)
     yield from _ports(run, port)
     yield _hub()
@@ -85,24 +87,56 @@ def _nats() -> Finding:
         return Finding("bus", "no nats-server", error.message, is_fatal=True)
 
 
-def _memory(model: str) -> Iterator[Finding]:
-    free_bytes = psutil.virtual_memory().available
+def _model(model: str | None, workers: int) -> Iterator[Finding]:
+    if model is None:
+        advice = f"./kvasir models pull {models.DEFAULT} fetches it (93 MB); until then Tiny Chat is served"
+        yield Finding("model", f"{models.DEFAULT} is not here", advice)
+        model = models.SHIPPED
     try:
-        check_model(model)
+        name, place = models.named(model)
+        check_model(place)
+        origin = source_of(place)
     except ConfigError as error:
-        yield Finding("model", model, error.message, is_fatal=True)
+        yield Finding("model", error.message, is_fatal=True)
         return
-    path = Path(model).expanduser()
-    weights = sum(file.stat().st_size for file in path.glob("*.safetensors")) if path.is_dir() else 0
-    if not weights:
-        yield Finding(
-            "memory", f"{free_bytes / _GIGA:.1f} GB free; the model's size is known once it is here"
-        )
-        return
-    found = f"{free_bytes / _GIGA:.1f} GB free, weights {weights / _GIGA:.2f} GB a worker"
-    too_much = weights * _BESIDE_WEIGHTS > free_bytes
-    advice = "choose a smaller model, fewer workers (--workers 1) or dtype bfloat16" if too_much else ""
-    yield Finding("memory", found, advice, is_fatal=too_much)
+    if isinstance(origin, HubId):
+        downloaded = _from_hub(origin)
+        if isinstance(downloaded, Finding):
+            yield downloaded
+            return
+        origin = downloaded
+    yield Finding("model", f"{name} is here: {origin}")
+    yield _memory(_weight_bytes(origin), workers)
+
+
+def _from_hub(model: HubId) -> Path | Finding:
+    """Return the folder to which a hub model was downloaded, or what to do about its absence."""
+    from huggingface_hub import snapshot_download  # takes a second, only needed here
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model.name, revision=model.revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return Finding("model", f"{model} is not here", "the first start downloads it from the hub")
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Return what the weights take in a worker: a GGUF file's as they are, others in float32."""
+    if (folder / WEIGHTS).exists():
+        return sum(tensor.size for tensor in read_header(folder / WEIGHTS).tensors.values())
+    return parameters_of(folder) * _FLOAT_BYTES
+
+
+def _memory(weight_bytes: int, workers: int) -> Finding:
+    free_bytes, each = psutil.virtual_memory().available, _WORKER_BYTES + weight_bytes * _OF_WEIGHTS
+    found = (
+        f"{free_bytes / _GIGA:.1f} GB free, {workers} × {each / _GIGA:.2f} GB for workers without their KV"
+    )
+    if workers * each <= free_bytes:
+        return Finding("memory", found)
+    fitting = int(free_bytes // each)
+    advice = f"start with --workers {fitting}" if fitting else "choose a smaller model, or a GGUF file"
+    return Finding("memory", found, advice, is_fatal=True)
 
 
 def _disk(path: Path) -> Finding:

@@ -70,6 +70,8 @@ def reason(path: Path) -> str | None:
     for line in reversed(tail.splitlines()):
         if line.startswith("error: "):
             return line.removeprefix("error: ")
+        if " [FTL] " in line:  # nats-server's last words
+            return line.partition(" [FTL] ")[2]
         try:
             entry = json.loads(line)
         except ValueError:

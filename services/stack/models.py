@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.stack.rundir import ROOT
+from shared.command_line import hint
 from shared.errors import ConfigError
-from shared.gguf_files import cache_folder
-from shared.model_files import HubId, check_model, name_of, source_of
+from shared.gguf_files import cache_folder, is_gguf
+from shared.model_files import HubId, check_model, hub_reason, name_of, source_of
 
 SHIPPED = "tiny_chat"
 DEFAULT = "SmolLM2-135M-Instruct"
@@ -81,7 +82,8 @@ def resolved(model: str) -> str:
 
 
 def named(text: str) -> tuple[str, str]:
-    """Return name and folder, file or hub id for a `--model` value: `[NAME=]FOLDER_OR_HUB_ID`."""
+    """Return name and folder, file or hub id for a `--model` value: `[NAME=]FOLDER_OR_HUB_ID`. Raise
+    ConfigError."""
     name, equals, model = text.partition("=")
     if not equals or Path(text).expanduser().exists():
         name, model = (DEFAULT if text == DEFAULT else ""), text
@@ -90,7 +92,17 @@ def named(text: str) -> tuple[str, str]:
     model = resolved(model)
     if Path(model).expanduser().exists():
         model = str(Path(model).expanduser().absolute())  # a link keeps its own name
+    elif "/" not in model and not is_gguf(model):
+        raise ConfigError(_absence(model), param="model")
     return name or name_of(model), model
+
+
+def _absence(name: str) -> str:
+    """Return what to do about a model that is neither here nor a hub id."""
+    if name in TO_PULL:
+        return f"model {name} is not here: ./kvasir models pull {name} fetches it ({TO_PULL[name][1]} MB)"
+    text = f"model {name!r} is not here: write a folder, a GGUF file, a hub id as ORG/NAME, or a local model"
+    return text + hint(name, [found.name for found in known()])
 
 
 def pull(source: str, name: str | None, download: Download) -> Found:
@@ -156,7 +168,7 @@ def from_hub(model: HubId, target: Path) -> None:
     try:
         snapshot_download(model.name, revision=model.revision, local_dir=target, allow_patterns=list(_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        text = f"{model} cannot be downloaded: {str(error).splitlines()[0]}; a folder can be pulled as well"
+        text = f"{model} cannot be downloaded: {hub_reason(error)}; a folder can be pulled as well"
         raise ConfigError(text, param="model") from None
 
 

@@ -124,8 +124,10 @@ def kvasir_table(
     }
     if sources.in_file("gateway", "keys_file") is None:
         shared_env.setdefault(f"{ENV_PREFIX}GATEWAY__KEYS_FILE", str(run.keys_file))
-    if sources.in_file("gateway", "batches") is None:
-        shared_env.setdefault(f"{ENV_PREFIX}GATEWAY__BATCHES", str(run.path / "batches.sqlite"))
+    for setting in ("batches", "stored_responses"):
+        if sources.in_file("gateway", setting) is None:
+            file = run.path / f"{setting}.sqlite"
+            shared_env.setdefault(f"{ENV_PREFIX}GATEWAY__{setting.upper()}", str(file))
     if sources.config_file is not None:
         shared_env[ENV_CONFIG_FILE] = str(sources.config_file.resolve())
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.workers)))

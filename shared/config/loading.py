@@ -185,7 +185,10 @@ def _from_yaml(file_name: str | None, section: str) -> list[dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"{file_name}: {error.strerror}; name a readable file", param="config") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file_name} is not YAML: {error}", param="config") from None
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}," if mark else ""
+        text = f"{file_name}{where} is not YAML: {getattr(error, 'problem', error)}"
+        raise ConfigError(text, param="config") from None
     if content is None:
         return []
     if not isinstance(content, dict):

@@ -76,7 +76,7 @@ class Walk:
     """One clone and what is done in it."""
 
     def __init__(self, folder: Path, transcript: IO[str]) -> None:
-        self._folder, self._transcript = folder, transcript
+        self._folder, self._transcript, self.latest = folder, transcript, ""
         self._environment = {n: v for n, v in os.environ.items() if n in _KEPT or n[:4] == "PIP_"}
         self._environment |= {"HOME": str(folder.parent), "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
 
@@ -106,6 +106,7 @@ class Walk:
         terminal = Terminal(command, self._folder, self._environment, self.say)
         terminal.type(typed)
         code = terminal.wait(_COMMAND_S)
+        self.latest = terminal.said
         if (code != 0) != fails:
             return f"exit code {code}"
         if "Traceback" in terminal.said:
@@ -209,6 +210,13 @@ class Terminal:
         return bool(data)
 
 
+def cloned(into: Path) -> Path:
+    """Return a clean clone in this folder."""
+    clone = into.resolve() / "kvasir"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    return clone
+
+
 def _has_docker(environment: dict[str, str]) -> bool:
     docker = shutil.which("docker")
     if docker is None:
@@ -240,8 +248,7 @@ def main(words: list[str] | None = None) -> int:
         print("\n".join(step.command for step in chosen))
         return 0
     into: Path = arguments.into or Path(tempfile.mkdtemp(prefix="kvasir-readme-"))
-    clone = into.resolve() / "kvasir"
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    clone = cloned(into)
     with (into / "transcript.txt").open("w") as transcript:
         walk = Walk(clone, transcript)
         problems = {step.command: problem for step in chosen if (problem := walk.carry_out(step))}

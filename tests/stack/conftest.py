@@ -27,10 +27,10 @@ def stack_of(name: str, scope: Any = "module", **how: Any) -> Any:
 
 SIMULATED = ("--engine", "simulated")
 stack = stack_of("stack", "session", settings=("placement.log_level=debug",))
-"""Two workers under default settings, and a line per route in the log. Tests also kill its processes."""
-_ROOMY = ("worker.kv_blocks=1024", "worker.prefix_cache.enabled=false")
+"""Two workers under default settings, with the line of each route in the log. Tests kill its processes."""
+_ROOMY = ("worker.kv_blocks=1024", "worker.prefix_cache.enabled=false", "gateway.stored_responses=")
 roomy = stack_of("roomy", "session", workers=1, settings=_ROOMY)
-"""One worker with memory enough and no cache: the text that others should give, too."""
+"""One worker with memory enough, no cache and no stored responses: the text that others should give, too."""
 _LITTLE = ("worker.kv_blocks=64", "worker.simulated.speed=10")
 simulated = stack_of("simulated", "session", settings=_LITTLE, flags=SIMULATED)
 """Two simulated workers with little memory."""
@@ -51,11 +51,10 @@ def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="session")
 def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """One worker; responses are stored, embeddings are means, and there is a second tenant."""
+    """One worker; embeddings are means, and there is a second tenant."""
     folder = tmp_path_factory.mktemp("featured")
     other = {"other": {"sha256": hashlib.sha256(OTHER_KEY.encode()).hexdigest()}}
     settings = (
-        f"gateway.stored_responses={folder / 'responses.db'}",
         "gateway.embedding_pooling=mean",
         f"gateway.keys={json.dumps(other)}",
     )

@@ -193,15 +193,17 @@ def test_a_conversation_goes_on(keeper: openai.OpenAI) -> None:
         keeper.responses.create(model="tiny_chat", input=THEN, previous_response_id=first.id)
 
 
-def test_where_nothing_is_stored_that_is_said(http: httpx.Client) -> None:
+def test_where_nothing_is_stored_that_is_said(roomy: RunningStack) -> None:
     body = {"model": "tiny_chat", "input": FIRST, "max_output_tokens": 4}
-    assert http.post("/v1/responses", json=body).json()["store"] is False
-    for field in ({"store": True}, {"previous_response_id": "resp_1"}):
-        error = http.post("/v1/responses", json={**body, **field}).json()["error"]
-        assert error["param"] in field and "gateway.stored_responses" in error["message"]
-    for method in ("GET", "DELETE"):
-        reply = http.request(method, "/v1/responses/resp_1")
-        assert reply.status_code == 404 and "gateway.stored_responses" in reply.text
+    headers = {"Authorization": f"Bearer {roomy.key}"}
+    with httpx.Client(base_url=roomy.url, headers=headers, timeout=STACK_PATIENCE_S) as http:
+        assert http.post("/v1/responses", json=body).json()["store"] is False
+        for field in ({"store": True}, {"previous_response_id": "resp_1"}):
+            error = http.post("/v1/responses", json={**body, **field}).json()["error"]
+            assert error["param"] in field and "gateway.stored_responses" in error["message"]
+        for method in ("GET", "DELETE"):
+            reply = http.request(method, "/v1/responses/resp_1")
+            assert reply.status_code == 404 and "gateway.stored_responses" in reply.text
 
 
 SENTENCE = "The old house stood silent beside the road."

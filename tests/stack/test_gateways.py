@@ -23,9 +23,8 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("pair")
-    settings = ("worker.kv_blocks=4096", f"gateway.stored_responses={folder / 'responses.db'}")
-    with running_stack(folder / "run", flags=("--gateways", "2"), settings=settings) as stack:
+    run = tmp_path_factory.mktemp("pair") / "run"
+    with running_stack(run, flags=("--gateways", "2"), settings=("worker.kv_blocks=4096",)) as stack:
         yield stack
 
 

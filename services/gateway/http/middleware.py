@@ -286,7 +286,9 @@ def key_of(headers: Headers, path: str, tenants: Mapping[str, Tenant]) -> tuple[
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     tenant = tenants.get(digest)
     if tenant is None:
-        raise Unauthorized("Incorrect API key provided.")
+        raise Unauthorized(
+            "Incorrect API key provided; `kvasir env` prints the key of a stack on this machine"
+        )
     return digest, tenant
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from openai.types import BatchRequestCounts
 
 from bench.cli import main
 from bench.kit.load import Answer, LoadResult
 from bench.kit.models import TINY_CHAT
 from bench.kit.provenance import ROOT
+from bench.live.batch import outcome as outcome_of_batch
 from bench.live.chaos import Fault, Seen, drawn_faults, longest_pause_s
 from bench.live.explain import counted
 from bench.live.growth import Growth
@@ -384,3 +386,15 @@ def test_a_live_run_is_replayed(tmp_path: Path) -> None:
     again = ["sim-check", "--loads", str(tmp_path / loads.FILE), "--json", str(tmp_path / "again.json")]
     assert main([*again, "--out", str(tmp_path / "again")]) == 0
     assert json.loads((tmp_path / "again.json").read_text())["figures"] == figures_
+
+
+def test_chats_beside_a_batch_are_compared_with_those_before_and_after_it() -> None:
+    def chats(seconds: float) -> list[Answer]:
+        return [Answer(0.0, event_s=[seconds / 2], ended_s=seconds)] * 10
+
+    parts = {"alone": chats(1.0), "beside the batch": chats(3.0), "alone again": chats(2.0)}
+    parts["beside the batch"].append(Answer(0.0, error="connection: reset"))
+    found = outcome_of_batch(parts, BatchRequestCounts(completed=58, failed=1, total=60), 30, 9.0)
+    assert found.figures["end_to_end_p99_ratio"] == found.figures["first_token_p99_ratio"] == 1.5
+    assert found.figures["end_to_end_p50_ratio"] == 3.0
+    assert found.failures == 3 and found.figures["batch_completed"] == 58

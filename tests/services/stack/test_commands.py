@@ -76,6 +76,8 @@ def test_the_root_has_the_command_and_it_completes() -> None:
         ),
         (["up", "--detach", "--run-dir", "/proc/kvasir"], "the run directory /proc/kvasir cannot be written"),
         (["logs", "--run-dir", "/nowhere"], "/nowhere has no logs"),
+        (["keys", "list", "--run-dir", "/nowhere"], "--run-dir comes directly after `kvasir keys`"),
+        ([*UP, "--model", "tiny_chart"], "or a local model; did you mean 'tiny_chat'?"),
     ],
 )
 def test_every_error_is_one_sentence_of_one_form(
@@ -179,6 +181,7 @@ def test_the_reason_of_an_end_is_the_last_error_that_was_said(run: RunDirectory)
     assert reason(path) == "config_error: too small"
     assert reason(write(run, "gateway-0", "error: gateway: port: no")) == "gateway: port: no"
     assert reason(write(run, "nats", "Traceback", "  File x")) is None
+    assert reason(write(run, "nats", "[7] 2026/11/27 15:15:52.4 [FTL] Error listening")) == "Error listening"
     assert reason(run.logs / "none.log") is None
 
 
@@ -325,7 +328,8 @@ def test_the_hubs_files_are_taken_as_they_come(home: Path) -> None:
 
 def test_the_default_model_is_the_file_that_was_fetched(home: Path, tmp_path: Path) -> None:
     assert models.default() is None
-    assert models.named(models.DEFAULT) == (models.DEFAULT, models.DEFAULT)
+    with pytest.raises(ConfigError, match="models pull"):
+        models.named(models.DEFAULT)
     file = tmp_path / "cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file.parent.mkdir(parents=True)
     file.write_bytes(bytes(1000))

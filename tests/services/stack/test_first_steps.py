@@ -5,12 +5,18 @@ import os
 import shlex
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from services.stack.cli import main
+from services.stack.models import DEFAULT
 from services.stack.rundir import ROOT, RunDirectory
 from services.stack.settings import as_table
+from shared.model_files import parameters_of
+from tests.gguf_rig import of_folder
+
+_ABOUT = ("model ", "memory")
 
 
 def test_env_is_shell_that_sets_what_clients_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,9 +78,11 @@ def test_doctor_names_what_is_missing_and_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = ["--run-dir", str(tmp_path)]
+    monkeypatch.setenv("KVASIR_CACHE", str(tmp_path))
     assert main(["doctor", *where]) == 0
     said = capsys.readouterr().out
-    assert "ok    memory" in said and "no  " not in [line[:4] for line in said.splitlines()]
+    assert f"{DEFAULT} is not here: ./kvasir models pull" in said and "ok    memory" in said
+    assert "no  " not in [line[:4] for line in said.splitlines()]
     monkeypatch.setenv("PATH", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -84,3 +92,33 @@ def test_doctor_names_what_is_missing_and_what_to_do(
     assert "note  compiler  none: install g++" in said
     assert main(["doctor", *where, "--model", str(tmp_path / "none")]) == 1
     assert "no    model" in capsys.readouterr().out
+
+
+def test_doctor_looks_at_the_model_that_would_be_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(model: str, code: int = 0) -> str:
+        assert main(["doctor", "--run-dir", str(tmp_path), "--workers", "3", "--model", model]) == code
+        return "\n".join(line for line in capsys.readouterr().out.splitlines() if line[6:12] in _ABOUT)
+
+    monkeypatch.setenv("KVASIR_CACHE", str(tmp_path))
+    tiny, floats = ROOT / "models" / "tiny_chat", tmp_path / "models" / f"{DEFAULT}.Q4_1.gguf"
+    floats.parent.mkdir()
+    of_folder(floats, tiny)
+    bytes_of_folder = parameters_of(tiny) * 4
+    assert abs(bytes_of_folder - floats.stat().st_size) < bytes_of_folder / 4
+    assert f"ok    model     {DEFAULT} is here" in said(DEFAULT)
+    for model in (str(tiny), str(floats)):
+        assert f"3 × {0.2 + bytes_of_folder * 1.3 / 1e9:.2f} GB" in said(model)
+    snapshots = tmp_path / "models--org--tiny" / "snapshots"
+    snapshots.mkdir(parents=True)
+    (snapshots / ("0" * 40)).symlink_to(tiny)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert f"ok    model     tiny is here: {snapshots}" in said(f"org/tiny@{'0' * 40}")
+    assert "the first start downloads it" in said("org/other")
+    assert "./kvasir models pull Qwen3-0.6B fetches it" in said("Qwen3-0.6B", 1)
+    assert "did you mean 'tiny_chat'" in said("tiny_chart", 1)
+    floats.write_bytes(floats.read_bytes()[:9000])
+    assert "is cut short" in said(str(floats), 1)
+    monkeypatch.setattr("services.stack.doctor.psutil.virtual_memory", lambda: SimpleNamespace(available=4e8))
+    assert "start with --workers 1" in said(str(tiny), 1)

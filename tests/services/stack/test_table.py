@@ -14,7 +14,7 @@ from rich.console import Console
 from services.stack import display
 from services.stack.access import BusAccess
 from services.stack.config import StackConfig
-from services.stack.display import StartDisplay
+from services.stack.display import StartDisplay, say
 from services.stack.probes import HttpProbe, TcpProbe
 from services.stack.process import SeedLauncher, start_program
 from services.stack.roll_call import RollCall, StatusProbe
@@ -142,7 +142,7 @@ async def test_a_model_is_the_same_for_all_who_need_it(tmp_path: Path) -> None:
 
 
 async def test_models_take_turns_and_the_stack_knows_whose_a_worker_is(tmp_path: Path) -> None:
-    config = StackConfig(workers=5, model="a", more_models=("bee=b",))
+    config = StackConfig(workers=5, model="org/a", more_models=("bee=org/b",))
     first, second = ["worker-0", "worker-2", "worker-4"], ["worker-1", "worker-3"]
     assert workers_by_model(config) == {"a": first, "bee": second}
     specs = await table(tmp_path, "placement.scale=true", config=config)
@@ -206,6 +206,16 @@ def test_plain_lines_name_who_is_late() -> None:
     lines = console.file.getvalue().splitlines()
     assert lines[0] == "starting nats, worker-0"
     assert lines[1].endswith("waiting for worker-0 (loads its model)") and len(lines) == 2
+
+
+def test_a_line_printed_above_the_table_shows_no_markup() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with StartDisplay(console, children()) as shown:
+        shown._show(0.0)
+        say(console, "nats is started again")
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.count("loads its model") > 1 and "[dim]" not in text
 
 
 async def test_a_worker_of_vllms_is_a_program_of_its_own_python(tmp_path: Path) -> None:
