@@ -175,12 +175,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="shadow: a worker dies under 4k tokens of context, with copies of its KV and without, "
         "--faults times each [%(default)s]",
     )
-    add(
-        "--minutes",
-        type=float,
-        default=0.0,
-        help="so long without faults, with one-off requests: what grows? [%(default)s]",
-    )
+    add("--minutes", type=float, default=0.0, help="so long of one-off requests: what grows? [%(default)s]")
 
 
 def run(context: Context) -> Outcome:
@@ -392,7 +387,7 @@ async def _hit(stack: Stack, fault: Fault) -> None:
     victims = [stack.process(name) for name in fault.victims]
     if fault.way == "files":
         for path in list(stack.run_dir.iterdir()):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     for victim in victims:
         victim.send_signal(signal.SIGSTOP if fault.way in ("frozen", "hang") else signal.SIGKILL)
     if fault.way == "frozen":

@@ -5,10 +5,10 @@ steepest slope of any process; a restarted process counts as a new one. `grown_m
 process has grown since the first quarter.
 """
 
+import subprocess
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -37,7 +37,8 @@ class Growth:
     def take(self, stack: Stack, at_s: float) -> None:
         """Sample every process. Raises InternalError if the stack's status is missing."""
         pids = stack.pids()
-        self.run_dir_mb = max(self.run_dir_mb, sum(map(_mb, stack.run_dir.rglob("*"))))
+        used = subprocess.run(["du", "-sk", str(stack.run_dir)], capture_output=True, check=False).stdout
+        self.run_dir_mb = max(self.run_dir_mb, int(used.split()[0]) * 1024 / 1e6)
         for name, pid in pids.items():
             try:
                 process = psutil.Process(pid)
@@ -92,14 +93,6 @@ class Growth:
                 ends = f"{samples[0][1]:.1f} → {samples[-1][1]:.1f} {KINDS[kind]}".strip()
                 made.append((kind, process[0], ends, f"{rise:+.2f}"))
         return made
-
-
-def _mb(path: Path) -> float:
-    """Return the size of a file; 0 for a folder, or a file that has gone."""
-    try:
-        return path.stat().st_size / 1e6 if path.is_file() else 0.0
-    except OSError:
-        return 0.0
 
 
 def slopes_of(
