@@ -1,15 +1,17 @@
-"""`python -m bench chaos`: effect on clients when processes of a stack are killed or frozen under load.
+"""`python -m bench chaos`: effect on clients of processes that die or hang under load, and other trouble.
 
 Rounds of streams run on one stack with default settings: first undisturbed, then the same requests with one
 fault or two in each round. A pause is the longest gap of a stream that ends after the fault.
 """
 
 import asyncio
+import shutil
 import signal
 import time
 from argparse import ArgumentParser
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +19,7 @@ from random import Random
 from typing import Any
 
 import orjson
+import psutil
 import uvloop
 
 from bench.kit.context import Context
@@ -26,7 +29,7 @@ from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
 from bench.kit.outcome import Outcome, Table
 from bench.kit.stacks import CACHE, LENDING, PIE, RELIEF, Settings, Stack, start_stack
 from bench.kit.stats import percentile
-from bench.live import shadowing
+from bench.live import bad_day, shadowing
 from bench.live.growth import Growth
 from bench.live.structured import fault_of
 from shared.errors import InternalError
@@ -37,7 +40,10 @@ _DEADLINE_S = 120.0
 FROZEN_S = {"worker": 4.0, "gateway": 8.0}
 """Seconds of a freeze. A gateway is frozen for longer than the others' timeout, so they take over its
 answers."""
-_REST_S = 20.0
+_FULL_S, _FULL_BEFORE_S = 30.0, 22.0
+"""Seconds for which the disk is full; the requests come after so many of them."""
+_ROUNDS_PER_POISON = 25
+_REST_S = 60.0
 """Timeout for the stack's recovery."""
 _KINDS = ("worker", "scheduler", "placement", "predictor", "ledger", "gateway", "nats")
 _SAMPLE_S = 20.0
@@ -93,10 +99,12 @@ SCHEMA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one or two processes."""
+    """A fault of one or two processes, which are killed, or of none."""
 
-    victims: tuple[str, ...]
-    is_freeze: bool = False
+    victims: tuple[str, ...] = ()
+    way: str = ""
+    """Empty: only killed. `frozen`: stopped for a while. `hang`: stopped for ever. `files`: killed when all
+    files of the run directory were deleted. `full`: the disk is full. `poison`: see `bad_day`."""
 
     @property
     def kind(self) -> str:
@@ -104,7 +112,7 @@ class Fault:
         names = {victim.partition("-")[0] for victim in self.victims}
         if len(self.victims) > 1:
             return "pair"
-        return f"frozen_{names.pop()}" if self.is_freeze else names.pop()
+        return f"frozen_{names.pop()}" if self.way == "frozen" else self.way or names.pop()
 
 
 @dataclass
@@ -118,6 +126,8 @@ class Seen:
     changed: int = 0
     invalid: int = 0
     """Answers that violate their schema."""
+    poisoned_others_lost: int = 0
+    """Lost answers of rounds with a poisoned request."""
     pauses_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Longest pause of each stream that was running at the fault, by kind of fault."""
 
@@ -134,6 +144,7 @@ class Seen:
             self.requests += 1
             if not answer.ok or answer.completion_tokens < expected.completion_tokens:
                 self.lost += 1
+                self.poisoned_others_lost += fault is not None and fault.way == "poison"
                 continue
             self.duplicated += answer.completion_tokens > expected.completion_tokens
             choices = range(body.get("n", 1))
@@ -164,7 +175,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="shadow: a worker dies under 4k tokens of context, with copies of its KV and without, "
         "--faults times each [%(default)s]",
     )
-    add("--minutes", type=float, default=0.0, help="so long without faults: what grows? [%(default)s]")
+    add("--minutes", type=float, default=0.0, help="so long of one-off requests: what grows? [%(default)s]")
 
 
 def run(context: Context) -> Outcome:
@@ -178,21 +189,25 @@ def run(context: Context) -> Outcome:
     bodies = drawn_bodies(
         context.random("requests"), LONG_TOKENS if is_tight else 0, _HANDED_OVER if roles else _PROMPTS
     )
-    faults = drawn_faults(dice, count, workers)
-    run_dir = context.run_dir / "stack"
     settings = _tight(context.run_dir / "disk") if is_tight else {}
     settings = {**settings, "placement.roles": roles} if roles else settings
-    with start_stack(run_dir, settings, workers=workers, gateways=GATEWAYS) as stack:
+    with ExitStack() as running:
+        disk = running.enter_context(bad_day.small_disk(context.run_dir / "small"))
+        poisons = not is_tight and not roles  # Elsewhere no request is long enough.
+        faults = drawn_faults(dice, count, workers, fills=disk is not None, poisons=poisons)
+        run_dir = (disk or context.run_dir) / "stack"
+        stack = running.enter_context(start_stack(run_dir, settings, workers=workers, gateways=GATEWAYS))
         uvloop.run(_until_known(stack.target, bodies[0]))
         wanted = uvloop.run(complete_all(stack.target, bodies, _DEADLINE_S))
         if not all(answer.ok for answer in wanted):
             raise InternalError(f"not every answer came undisturbed: {first_error(wanted)}")
         with context.progress("faults", count) as bar:
             for number, fault in enumerate(faults):
-                bar.advance(0, now=" and ".join(fault.victims))
+                bar.advance(0, now=" and ".join((fault.way or "killed", *fault.victims)))
                 name = f"round-{number}"
                 asked = bodies if is_tight else [body | {"cache_salt": name} for body in bodies]
-                at_s, answers = uvloop.run(_disturbed(stack, asked, fault, dice.uniform(0.2, 0.8), name))
+                disturbed = _disturbed(stack, asked, fault, dice.uniform(0.2, 0.8), name, seen)
+                at_s, answers = uvloop.run(disturbed)
                 seen.take(fault, at_s, answers, wanted, bodies)
                 _record(context, fault, answers, at_s)
                 _until_whole(stack)
@@ -217,7 +232,7 @@ def run(context: Context) -> Outcome:
             "a client whose connection breaks asks again with the same Idempotency-Key",
             *([] if is_tight else ["no round finds KV of an earlier one: what is lost is computed again"]),
             "pause: the longest gap of a stream that was under way when the fault happened, in seconds",
-            f"frozen: SIGSTOP, {frozen}; the others: SIGKILL; pair: two at once",
+            f"frozen: SIGSTOP, {frozen}; hang: SIGSTOP for ever; the others: SIGKILL; pair: two at once",
         ],
     )
 
@@ -263,7 +278,8 @@ def _serve_on(
     seen: Seen,
     growth: Growth,
 ) -> None:
-    """Serve the same requests for `--minutes`, and sample what grows."""
+    """Serve the same requests and one-offs for `--minutes`, and sample what grows."""
+    dice = context.random("one-offs")
     if context.arguments.minutes:
         _serve_short(context, stack, MOST_EVENTS, _AT_ONCE, 1)
         rows = _ROWS * workers
@@ -275,6 +291,9 @@ def _serve_on(
         while time.monotonic() < round_ends_s:
             answers = uvloop.run(complete_all(stack.target, bodies, _DEADLINE_S))
             seen.take(None, 0.0, answers, wanted, bodies)
+            left_s = round_ends_s - time.monotonic()
+            sending = bad_day.one_offs(stack.run_dir, stack.target.model, dice, left_s)
+            seen.lost += uvloop.run(sending)
         time.sleep(1.0)
         growth.take(stack, time.monotonic() - began_s)
         for row in growth.last():
@@ -292,22 +311,26 @@ def _serve_short(context: Context, stack: Stack, count: int, at_once: int, token
             bar.advance(len(answers))
 
 
-def drawn_faults(dice: Random, count: int, workers: int = WORKERS) -> list[Fault]:
-    """Return random faults, every kind equally often, with pairs and freezes."""
+def drawn_faults(
+    dice: Random, count: int, workers: int = WORKERS, *, fills: bool = False, poisons: bool = False
+) -> list[Fault]:
+    """Return random faults, every kind equally often, with pairs, freezes, hangs and deleted files. `fills`:
+    the disk can be full. `poisons`: one request of 200 kills workers."""
     instances = {kind: [kind if kind == "nats" else f"{kind}-0"] for kind in _KINDS}
     instances["worker"] = [f"worker-{index}" for index in range(workers)]
     instances["gateway"] = [f"gateway-{index}" for index in range(GATEWAYS)]
-    found = []
-    for number in range(count):
-        which = number % (len(_KINDS) + len(FROZEN_S) + 1)
-        if which < len(_KINDS):
-            found.append(Fault((dice.choice(instances[_KINDS[which]]),)))
-        elif which < len(_KINDS) + len(FROZEN_S):
-            kind = list(FROZEN_S)[which - len(_KINDS)]
-            found.append(Fault((dice.choice(instances[kind]),), is_freeze=True))
-        else:
-            found.append(Fault(tuple(dice.choice(instances[kind]) for kind in dice.sample(_KINDS, 2))))
+    ways = [(kind, "") for kind in _KINDS] + [(kind, "frozen") for kind in FROZEN_S] + [("", "pair")]
+    ways += [(kind, "hang") for kind in _KINDS] + [("", "files")] + ([("", "full")] if fills else [])
+    poisoned = range(min(count, _ROUNDS_PER_POISON) // 2, count, _ROUNDS_PER_POISON) if poisons else ()
+    first, found = dice.randrange(len(ways)) if count < len(ways) else 0, []
+    for number in range(first, first + count - len(poisoned)):
+        kind, way = ways[number % len(ways)]
+        kinds = dice.sample(_KINDS, 2 if way == "pair" else 1) if not kind else [kind]
+        victims = () if way == "full" else tuple(dice.choice(instances[each]) for each in kinds)
+        found.append(Fault(victims, "" if way == "pair" else way))
     dice.shuffle(found)
+    for at in poisoned:
+        found.insert(at, Fault(way="poison"))
     return found
 
 
@@ -340,28 +363,50 @@ async def _until_known(target: Target, body: dict[str, Any]) -> None:
 
 
 async def _disturbed(
-    stack: Stack, bodies: Sequence[dict[str, Any]], fault: Fault, after_s: float, name: str
+    stack: Stack, bodies: Sequence[dict[str, Any]], fault: Fault, after_s: float, name: str, seen: Seen
 ) -> tuple[float, list[Answer]]:
     """Return the time of the fault, and the answers."""
     target: Target = stack.target
-    asking = asyncio.gather(
-        *(insist(target, body, f"{name}-{at}", _DEADLINE_S) for at, body in enumerate(bodies))
-    )
-    await asyncio.sleep(after_s)
+    async with asyncio.TaskGroup() as tasks:
+        if fault.way == "full":
+            tasks.create_task(bad_day.filled(stack.run_dir.parent, _FULL_S))
+            await asyncio.sleep(_FULL_BEFORE_S)
+        asking = [insist(target, body, f"{name}-{at}", _DEADLINE_S) for at, body in enumerate(bodies)]
+        answers = [tasks.create_task(one) for one in asking]
+        await asyncio.sleep(after_s)
+        at_s = time.perf_counter()
+        if fault.way == "poison":
+            said, _ = await bad_day.poisoned(stack.run_dir, {"model": target.model, "prompt": name})
+            seen.lost += "worker_killed" not in said
+        await _hit(stack, fault)
+    return at_s, [one.result() for one in answers]
+
+
+async def _hit(stack: Stack, fault: Fault) -> None:
+    """Stop or kill the victims."""
     victims = [stack.process(name) for name in fault.victims]
-    at_s = time.perf_counter()
+    if fault.way == "files":
+        for path in list(stack.run_dir.iterdir()):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     for victim in victims:
-        victim.send_signal(signal.SIGSTOP if fault.is_freeze else signal.SIGKILL)
-    if fault.is_freeze:
+        victim.send_signal(signal.SIGSTOP if fault.way in ("frozen", "hang") else signal.SIGKILL)
+    if fault.way == "frozen":
         await asyncio.sleep(FROZEN_S[fault.victims[0].partition("-")[0]])
         for victim in victims:
             victim.send_signal(signal.SIGCONT)
-    return at_s, list(await asking)
 
 
 def _until_whole(stack: Stack) -> None:
     """Wait until every process runs and the stack is ready. Raises InternalError on a timeout."""
-    stack.until(lambda: is_up(stack.target, "/ready") and stack.cpu_s(), _REST_S)
+
+    def is_whole() -> bool:
+        try:
+            states = [psutil.Process(pid).status() for pid in stack.pids().values()]
+        except FileNotFoundError:  # Its files were deleted a moment ago.
+            return False
+        return psutil.STATUS_STOPPED not in states and is_up(stack.target, "/ready")
+
+    stack.until(is_whole, _REST_S)
     time.sleep(1.0)  # The next fault needs an idle stack.
 
 
@@ -373,10 +418,13 @@ def _figures(seen: Seen, faults: int) -> dict[str, float]:
         "duplicated": seen.duplicated,
         "changed": seen.changed,
         "invalid": seen.invalid,
+        "poisoned_others_lost": seen.poisoned_others_lost,
     }
     for kind, pauses_s in sorted(seen.pauses_s.items()):
         figures[f"pause_p50_s_{kind}"] = percentile(pauses_s, 50)
         figures[f"pause_p99_s_{kind}"] = percentile(pauses_s, 99)
+    if hung_s := seen.pauses_s.get("hang"):
+        figures["pause_hang_p99_s"] = percentile(hung_s, 99)
     return figures
 
 

@@ -1,9 +1,11 @@
 """Growth of a stack under long load: memory, descriptors, tasks and blocks, sampled at rest.
 
 Growth is the slope of a line through the second half of the samples; caches fill in the first. It is the
-steepest slope of any process; a restarted process counts as a new one.
+steepest slope of any process; a restarted process counts as a new one. `grown_mb_most` is the most that any
+process has grown since the first quarter.
 """
 
+import subprocess
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +31,14 @@ class Growth:
         default_factory=lambda: {kind: defaultdict(list) for kind in KINDS}
     )
 
+    run_dir_mb: float = 0.0
+    """Most that the run directory had at a sample."""
+
     def take(self, stack: Stack, at_s: float) -> None:
         """Sample every process. Raises InternalError if the stack's status is missing."""
         pids = stack.pids()
+        used = subprocess.run(["du", "-sk", str(stack.run_dir)], capture_output=True, check=False).stdout
+        self.run_dir_mb = max(self.run_dir_mb, int(used.split()[0]) * 1024 / 1e6)
         for name, pid in pids.items():
             try:
                 process = psutil.Process(pid)
@@ -63,9 +70,17 @@ class Growth:
     def figures(self) -> dict[str, float]:
         """Return the steepest growth of each kind per hour, without kinds that have too few samples."""
         slopes = {kind: slopes_of(by_process) for kind, by_process in self.samples.items()}
-        return {
+        found = {
             f"growth_{kind}_per_h": max(rise for _, rise in each) for kind, each in slopes.items() if each
         }
+        return found | self._grown()
+
+    def _grown(self) -> dict[str, float]:
+        rss = self.samples["rss_mb"].values()
+        quarter_s = max((samples[-1][0] for samples in rss), default=0.0) / 4
+        later = [[mb for at_s, mb in samples if at_s >= quarter_s] for samples in rss]
+        grown = [each[-1] - each[0] for each in later if len(each) > 1]
+        return {"grown_mb_most": max(grown), "run_dir_mb": self.run_dir_mb} if grown else {}
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return kind, process, first and last value, and growth per hour for the process with most

@@ -28,7 +28,17 @@ from services.worker.peers.migration.service import Transfers
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.plane import make_transports
 from shared import subjects, watchdog
-from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers, status_of
+from shared.bus import (
+    Bus,
+    Endpoint,
+    Handler,
+    Listener,
+    OwnThread,
+    fenced,
+    recorder_handlers,
+    status_handlers,
+    status_of,
+)
 from shared.clock import Clock, monotonic_s
 from shared.errors import ConfigError, ForeignSequence, InvalidRequest, KvasirError, Overloaded
 from shared.log import canonical, get_logger
@@ -444,7 +454,8 @@ async def _serve(config: WorkerConfig) -> None:
         progress = LoadProgress()
         loading = Loading(bus, progress)
         await loading.listen()
-        engine = await asyncio.to_thread(_make_bound_engine, config, progress)
+        loop = asyncio.get_running_loop()
+        engine = await loop.run_in_executor(OwnThread(), _make_bound_engine, config, progress)
         await loading.close()
         worker = Worker(bus, config, engine)
         canonical(_log, "worker serving", model=config.model, kv_blocks=engine.kv_blocks, dtype=config.dtype)

@@ -5,7 +5,7 @@ message by name."""
 from shared.bus.connection import Bus
 from shared.bus.express import Express
 from shared.bus.lease import Lease
-from shared.bus.runtime import fenced, run_main, run_service
+from shared.bus.runtime import OwnThread, fenced, run_main, run_service
 from shared.bus.serving import (
     Endpoint,
     Handler,
@@ -22,6 +22,7 @@ __all__ = [
     "Handler",
     "Lease",
     "Listener",
+    "OwnThread",
     "fenced",
     "recorder_handlers",
     "run_main",

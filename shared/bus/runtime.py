@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -43,15 +44,42 @@ def run_service(main: Main) -> None:
 
     A `KvasirError` is logged in one line, other exceptions with a traceback. Both exit with 1, but
     ConfigError and PermissionRefused with 2. The process is killed (exit code 1) if it is still alive 10 s
-    after the signal or after the end of `main`.
+    after the signal or after the end of `main`. It does not wait for threads of `OwnThread`.
     """
     deadline = threading.Timer(_STOP_DEADLINE_S, _give_up)
     deadline.daemon = True
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(_supervise(main, deadline))
     deadline.cancel()
+    if OwnThread.is_running():  # native code in a thread may not survive the interpreter's end
+        logging.shutdown()
+        os._exit(code)
     if code:
         raise SystemExit(code)
+
+
+class OwnThread(Executor):
+    """Runs each call on a new thread. The process ends without waiting for a call that was cancelled."""
+
+    _NAME = "own"
+
+    @classmethod
+    def is_running(cls) -> bool:
+        return any(thread.name == cls._NAME for thread in threading.enumerate())
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call(*args, **named))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name=self._NAME, daemon=True).start()
+        return future
 
 
 @contextmanager

@@ -18,6 +18,8 @@ QUESTIONS_BEGIN_S = 0.8
 TROUBLE_ENDS_S = 6.0
 """From then on nothing goes wrong any more, but what lasts."""
 _BLOCK_TOKENS = 16
+_STUCK_S = 3.0
+"""For so long a process hangs before it is replaced."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,19 @@ def _rivals(chance: random.Random, schedule: Schedule) -> Schedule:
     return replace(schedule, shape=shape, questions=long, faults=_in_order(schedule.faults + more))
 
 
+def _hangs(chance: random.Random, schedule: Schedule) -> Schedule:
+    """Processes hang while long answers run: some come back late, some are replaced."""
+    kind = chance.choice(("scheduler", "worker", "worker", "gateway"))
+    shape = replace(schedule.shape, schedulers=2) if kind == "scheduler" else schedule.shape
+    names = [name for name in shape.names if name.startswith(kind)]
+    targets = [chance.choice(names) for _ in range(chance.randint(1, 3))]
+    more = _some(chance, ("hang", "loop hangs"), targets, (1.0, 2.0, 4.0))
+    questions = schedule.questions
+    if len(questions) < 10:  # more of them would not be answered in time
+        questions = tuple(_with_answer(question, 60) for question in questions)
+    return replace(schedule, shape=shape, questions=questions, faults=_in_order(schedule.faults + more))
+
+
 def _worn_disks(chance: random.Random, schedule: Schedule) -> Schedule:
     """What is asked was asked before, most of it has left memory for the disk, and disks flip bits."""
     shape = schedule.shape
@@ -298,6 +313,7 @@ _FOCI: dict[str, tuple[float, Callable[[random.Random, Schedule], Schedule]]] = 
     "rivals": (0.15, _rivals),
     "disks": (0.15, _worn_disks),
     "keeping": (0.2, _keeping),
+    "hangs": (0.2, _hangs),
 }
 """Which share of seeds has it."""
 
@@ -376,6 +392,16 @@ def _terminate(fleet: Fleet, fault: Fault, process: Process) -> None:
     process.on_death.append(lambda: fleet.world.after(0.2, partial(fleet.start, fault.target)))
     process.terminate()
     fleet.world.after(10.0, process.kill)
+
+
+def _hang(fleet: Fleet, fault: Fault, process: Process) -> None:
+    """All of it stands, or its event loop alone, until it is replaced, or goes on from where it was."""
+    if fault.kind == "hang":
+        process.freeze(fault.for_s)
+    else:
+        process.loop.strand.hangs_until_s = fleet.world.now_s + fault.for_s
+    if fault.for_s > _STUCK_S:
+        fleet.world.after(_STUCK_S, partial(_kill, fleet, fault, process))
 
 
 def _cut(fleet: Fleet, fault: Fault, process: Process) -> None:
@@ -473,6 +499,8 @@ def _skew(fleet: Fleet, fault: Fault) -> None:
 _CARRIED_OUT: dict[str, Callable[[Fleet, Fault], None]] = {
     "kill": _on(_kill),
     "terminate": _on(_terminate),
+    "hang": _on(_hang),
+    "loop hangs": _on(_hang),
     "freeze": _on(lambda fleet, fault, process: process.freeze(fault.for_s)),
     "cut": _on(_cut),
     "part": _part,

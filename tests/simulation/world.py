@@ -119,6 +119,7 @@ class Strand:
         self._waits = 0
         """Numbers what it waits for: it is resumed by what belongs to the present wait."""
         self._is_waiting = True
+        self.hangs_until_s = 0.0
         self._greenlet = greenlet(self._main, parent=process.world.hub)
         self.on_over: list[Callable[[], object]] = []
         self._later(self._waits, self._world.turn_s(), woken=True)
@@ -145,8 +146,9 @@ class Strand:
         process = self.process
         if not process.alive or self.is_over or wait != self._waits or not self._is_waiting:
             return
-        if process.frozen_until_s > self._world.now_s:
-            self._world.at(process.frozen_until_s, lambda: self._resume(wait, woken=woken))
+        until_s = max(process.frozen_until_s, self.hangs_until_s)
+        if until_s > self._world.now_s:
+            self._world.at(until_s, lambda: self._resume(wait, woken=woken))
             return
         self._is_waiting = False
         self._world.strand = self

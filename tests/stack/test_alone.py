@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,30 @@ async def test_runs_alone(bus_config: BusConfig, service: str) -> None:
         async with process(*argv, env=env) as child:
             status = await status_of(bus, service)
             assert (status.service, status.instance) == (service, f"{service}-9")
+            child.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(15):
+                _, errors = await child.communicate()
+            assert child.returncode == 0, errors.decode()
+    finally:
+        await bus.close()
+
+
+LOADS = """
+import sys, time
+sys.path.insert(0, {root!r})
+if sys.orig_argv[1:3] == ["-m", "services.worker"]:
+    from services.worker import service
+    service.make_engine = lambda config, progress: time.sleep(10_000)
+"""
+
+
+async def test_a_worker_that_loads_ends_when_told_to(bus_config: BusConfig, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LOADS.format(root=str(ROOT)))
+    env = {**os.environ, "KVASIR_BUS__URL": bus_config.url, "PYTHONPATH": str(tmp_path)}
+    bus = await Bus.connect(bus_config, service="tester", instance="tester-0")
+    try:
+        async with process(sys.executable, "-m", "services.worker", env=env) as child:
+            assert "loading" in (await status_of(bus, "worker")).details
             child.send_signal(signal.SIGTERM)
             async with asyncio.timeout(15):
                 _, errors = await child.communicate()

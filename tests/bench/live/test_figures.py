@@ -49,10 +49,13 @@ def answer(tokens: int = 3, text: str = "abc", event_s: tuple[float, ...] = (1.0
 
 
 def test_every_kind_comes_as_often_as_the_others() -> None:
-    faults = drawn_faults(Random(1), 100)
-    kinds = [fault.kind for fault in faults]
-    assert {kinds.count(kind) for kind in set(kinds)} == {10}
-    assert {"worker", "scheduler", "nats", "frozen_worker", "frozen_gateway", "pair"} <= set(kinds)
+    faults = drawn_faults(Random(1), 99, fills=True, poisons=True)
+    assert [at for at, fault in enumerate(faults) if fault.way == "poison"] == [12, 37, 62, 87]
+    kinds = [fault.kind for fault in faults if fault.way not in ("hang", "poison")]
+    assert {kinds.count(kind) for kind in set(kinds)} == {5}
+    assert {"worker", "nats", "frozen_worker", "frozen_gateway", "pair", "files", "full"} <= set(kinds)
+    hung = [fault.victims[0].partition("-")[0] for fault in faults if fault.way == "hang"]
+    assert len(hung) == 35 and {hung.count(kind) for kind in {"worker", "nats", "ledger"}} == {5}
     assert all(len(set(fault.victims)) == 2 for fault in faults if fault.kind == "pair")
 
 
@@ -69,6 +72,8 @@ def test_what_is_lost_doubled_or_changed_is_counted_once() -> None:
     seen.take(fault, 1.05, answers, [answer()] * 5, [{}] * 5)
     assert (seen.requests, seen.lost, seen.duplicated, seen.changed) == (5, 2, 1, 2)
     assert seen.pauses_s["worker"] == pytest.approx([0.1, 0.1, 0.1])
+    seen.take(Fault(way="poison"), 1.05, [answer(), failed], [answer()] * 2, [{}] * 2)
+    assert seen.poisoned_others_lost == 1
 
 
 def test_choices_are_compared_one_by_one_whatever_their_order() -> None:
@@ -92,6 +97,14 @@ def test_growth_is_that_of_the_second_half_where_it_is_steepest() -> None:
     assert [row[:2] for row in growth.rows()] == [("tasks", "worker-0")]
     newest = {"kind": "tasks", "process": "gateway-0", "pid": 1, "at_s": 19 * 60.0, "value": 15}
     assert newest in growth.last() and len(growth.last()) == 3, "a process that has died is not sampled again"
+
+
+def test_growth_counts_from_the_first_quarter_on() -> None:
+    growth = Growth()
+    for minute in range(9):
+        growth.note("rss_mb", ("gateway-0", 1), minute * 60.0, 100.0 if minute < 2 else 150.0 + minute)
+    growth.note("rss_mb", ("worker-0", 2), 480.0, 900.0)
+    assert growth.figures()["grown_mb_most"] == 6.0
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 SERVICE = """
     import asyncio, time
-    from shared.bus import Bus, run_main
+    from shared.bus import Bus, OwnThread, run_main
     from shared.config import ServiceConfig
     from shared.errors import NotLeader, PermissionRefused
 
@@ -40,6 +40,10 @@ SERVICE = """
                 case "thread":
                     asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
                     return
+                case "loading":
+                    loading = asyncio.get_running_loop().run_in_executor(OwnThread(), time.sleep, 60)
+                    print("ready", flush=True)
+                    await loading
                 case "stubborn":
                     print("ready", flush=True)
                     while True:
@@ -115,6 +119,13 @@ def test_what_does_not_stop_is_given_up(nats_server: NatsServer) -> None:
 def test_a_busy_thread_does_not_keep_the_process(nats_server: NatsServer) -> None:
     code, _, err = finished(start("--mode", "thread", "--bus.url", nats_server.url))
     assert code == 1 and "did not end within 0.3 s" in err
+
+
+def test_a_cancelled_call_on_its_own_thread_does_not_keep_the_process(nats_server: NatsServer) -> None:
+    process = start("--mode", "loading", "--bus.url", nats_server.url)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert finished(process) == (0, "closed\n", "")
 
 
 def test_a_setting_that_cannot_work_is_one_line_and_exit_code_2(nats_server: NatsServer) -> None:
