@@ -32,7 +32,7 @@ def locked(name: str) -> dict[str, int]:
 
 def asked(name: str) -> set[str]:
     lines = (SOURCES / f"{name}.txt").read_text().splitlines()
-    names = (re.split(r"==|\[", line)[0] for line in lines if line and line[0] not in "#-")
+    names = (re.split(r"==|\[| *;", line)[0] for line in lines if line and line[0] not in "#-")
     return {name.lower().replace("_", "-") for name in names}
 
 
