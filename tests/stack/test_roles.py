@@ -21,9 +21,8 @@ def questions() -> list[Question]:
     return long_questions(STREAMS, least_tokens=200, step_tokens=8, longest_words=320, seed=7)
 
 
-trio = stack_of(
-    "trio", workers=3, settings=("placement.roles=prefill,decode,decode", "placement.log_level=debug")
-)
+SETTINGS = ("placement.roles=prefill,decode,decode", "placement.log_level=debug")
+trio = stack_of("trio", workers=3, settings=SETTINGS)
 """One worker for prompts, two for answers."""
 
 
