@@ -27,9 +27,9 @@ def stack_of(name: str, scope: Any = "module", **how: Any) -> Any:
 
 SIMULATED = ("--engine", "simulated")
 stack = stack_of("stack", "session", settings=("placement.log_level=debug",))
-"""Two workers under default settings, with the line of each route in the log. Tests kill its processes."""
-_ROOMY = ("worker.kv_blocks=1024", "worker.prefix_cache.enabled=false", "gateway.stored_responses=")
-roomy = stack_of("roomy", "session", workers=1, settings=_ROOMY)
+"""Two workers under default settings, and a line per route in the log. Tests also kill its processes."""
+_ROOMY = ("worker.kv_blocks=1024", "worker.prefix_cache.enabled=false")
+roomy = stack_of("roomy", "session", workers=1, settings=(*_ROOMY, "gateway.stored_responses="))
 """One worker with memory enough, no cache and no stored responses: the text that others should give, too."""
 _LITTLE = ("worker.kv_blocks=64", "worker.simulated.speed=10")
 simulated = stack_of("simulated", "session", settings=_LITTLE, flags=SIMULATED)
