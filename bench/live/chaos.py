@@ -10,7 +10,7 @@ import signal
 import time
 from argparse import ArgumentParser
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -191,6 +191,8 @@ def run(context: Context) -> Outcome:
     )
     settings = _tight(context.run_dir / "disk") if is_tight else {}
     settings = {**settings, "placement.roles": roles} if roles else settings
+    if context.arguments.minutes:
+        settings = {**settings, "gateway.stored_responses": str(context.run_dir / "responses.db")}
     with ExitStack() as running:
         disk = running.enter_context(bad_day.small_disk(context.run_dir / "small"))
         poisons = not is_tight and not roles  # Elsewhere no request is long enough.
@@ -287,17 +289,19 @@ def _serve_on(
     began_s = time.monotonic()
     until_s = began_s + 60.0 * context.arguments.minutes
     while time.monotonic() < until_s:
-        round_ends_s = time.monotonic() + _SAMPLE_S
-        while time.monotonic() < round_ends_s:
-            answers = uvloop.run(complete_all(stack.target, bodies, _DEADLINE_S))
-            seen.take(None, 0.0, answers, wanted, bodies)
-            left_s = round_ends_s - time.monotonic()
-            sending = bad_day.one_offs(stack.run_dir, stack.target.model, dice, left_s)
-            seen.lost += uvloop.run(sending)
+        answering = complete_all(stack.target, bodies, _DEADLINE_S)
+        sending = bad_day.one_offs(stack.run_dir, stack.target.model, dice, _SAMPLE_S)
+        answers, failed = uvloop.run(_together(answering, sending))
+        seen.take(None, 0.0, answers, wanted, bodies)
+        seen.lost += failed
         time.sleep(1.0)
         growth.take(stack, time.monotonic() - began_s)
         for row in growth.last():
             context.record(row, file="growth.jsonl")
+
+
+async def _together(answering: Awaitable[list[Answer]], sending: Awaitable[int]) -> tuple[list[Answer], int]:
+    return await asyncio.gather(answering, sending)
 
 
 def _serve_short(context: Context, stack: Stack, count: int, at_once: int, tokens: int) -> None:
