@@ -76,6 +76,10 @@ def test_the_root_has_the_command_and_it_completes() -> None:
         ),
         (["up", "--detach", "--run-dir", "/proc/kvasir"], "the run directory /proc/kvasir cannot be written"),
         (["logs", "--run-dir", "/nowhere"], "/nowhere has no logs"),
+        (
+            [*UP, "--engine", "vllm", "--vllm-python", "/nowhere/python"],
+            "/nowhere/python is not there: run `make setup-vllm`, or name a Python",
+        ),
     ],
 )
 def test_every_error_is_one_sentence_of_one_form(
