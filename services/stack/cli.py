@@ -134,6 +134,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("native", "vllm", "simulated"),
         help=StackConfig.model_fields["engine"].description,
     )
+    up.add_argument(
+        "--vllm-python",
+        type=Path,
+        metavar="PATH",
+        help="Python of workers with engine vllm: one that has vLLM 0.26 or later [.venv-vllm/bin/python]",
+    )
     up.add_argument("--tls", action="store_true", help=StackConfig.model_fields["tls"].description)
     up.add_argument(
         "--set",
@@ -309,6 +315,7 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
     flags += [f"--model={arguments.model[0]}"] if arguments.model else []
     flags += [f"--more_models={json.dumps(arguments.model[1:])}"] if arguments.model[1:] else []
     flags += [f"--engine={arguments.engine}"] if arguments.engine else []
+    flags += [f"--vllm_python={arguments.vllm_python.absolute()}"] if arguments.vllm_python else []
     flags += ["--tls=true"] if arguments.tls else []
     flags += [f"--without={json.dumps(arguments.without)}"] if arguments.without else []
     config = load(StackConfig, "stack", argv=[*(["--config", str(file)] if file else []), *flags])

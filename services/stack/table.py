@@ -222,7 +222,7 @@ def _vllm_python(config: StackConfig) -> str:
     if not os.access(python, os.X_OK):
         raise ConfigError(
             f"engine vllm runs in an environment of its own, and {python} is not there: run "
-            "`make setup-vllm`, or name a Python that has vLLM with KVASIR_STACK__VLLM_PYTHON",
+            "`make setup-vllm`, or name a Python that has vLLM with --vllm-python",
             param="engine",
         )
     return str(python)

@@ -1,10 +1,12 @@
 """Nothing here runs where vLLM is not set up; the reason is told."""
 
+import os
+
 import pytest
 
 from tests.stack.running import ROOT
 
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+PYTHON = ROOT / os.environ.get("KVASIR_STACK__VLLM_PYTHON", ".venv-vllm/bin/python")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.stack.running import ROOT
+from tests.tasks import ran
 from tests.vllm.conftest import PYTHON
 from tests.vllm.models import MAKERS, make
 
@@ -46,9 +47,22 @@ def test_model_runner_v2_answers_as_vllm_does_alone(tmp_path: Path, name: str) -
         np.testing.assert_allclose(vectors[0], vectors[1], rtol=1e-4, atol=1e-4)
 
 
+def test_an_unknown_version_is_tried_and_a_missing_name_is_in_the_refusal() -> None:
+    """The number alone brings a warning; this version's names are all there, until one is taken away."""
+    code = (
+        "import vllm; own, vllm.__version__ = vllm.__version__, '99.1'\n"
+        "from services.worker.engine.vllm.versions import check_names, check_version, installed, part\n"
+        "check_version(); installed.cache_clear(); vllm.__version__ = own\n"
+        "check_names('v1'); print('all there')\n"
+        "del part('SchedulerOutput').__dataclass_fields__['finished_req_ids']; check_names('v1')"
+    )
+    done = ran([PYTHON, "-c", code])
+    assert done.stdout.splitlines()[-1] == "all there" and "vLLM 99.1 is tried" in done.stderr
+    assert "not as Kvasir knows it: no SchedulerOutput.finished_req_ids" in done.stderr
+
+
 def test_model_runner_v2_without_triton_is_refused() -> None:
     """Before a model is loaded: the wheel for CPUs comes with a Triton for GPUs alone."""
     code = "from services.worker.engine.vllm.steps_v2 import check_v2; check_v2()"
-    argv = [str(PYTHON), "-c", code]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    done = ran([PYTHON, "-c", code])
     assert done.returncode != 0 and "set vllm.model_runner v1" in done.stderr

@@ -78,6 +78,10 @@ def test_the_root_has_the_command_and_it_completes() -> None:
         (["logs", "--run-dir", "/nowhere"], "/nowhere has no logs"),
         (["keys", "list", "--run-dir", "/nowhere"], "--run-dir comes directly after `kvasir keys`"),
         ([*UP, "--model", "tiny_chart"], "or a local model; did you mean 'tiny_chat'?"),
+        (
+            [*UP, "--engine", "vllm", "--vllm-python", "/nowhere/python"],
+            "/nowhere/python is not there: run `make setup-vllm`, or name a Python",
+        ),
     ],
 )
 def test_every_error_is_one_sentence_of_one_form(

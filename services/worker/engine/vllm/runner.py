@@ -1,7 +1,7 @@
-"""`ModelRunner` for vLLM 0.32 with either of its runners, in this process or on several ranks.
+"""`ModelRunner` for vLLM with either of its runners, in this process or on several ranks.
 
 `EngineCore` creates the executor and KV tensors and warms up; its scheduler is not used. Only this module,
-`rank.py` and `steps*.py` use private parts of vLLM."""
+`rank.py` and `steps*.py` use private parts of vLLM, all of which `versions.py` lists."""
 
 import os
 import random
@@ -16,13 +16,12 @@ import torch
 from services.worker.engine.settings import VllmConfig
 from services.worker.engine.vllm.rank import open_steps
 from services.worker.engine.vllm.requests import NULL_BLOCKS, ContinuedRequest, NewRequest
-from services.worker.engine.vllm.seam import Draw, require
-from services.worker.engine.vllm.steps import KvPart, Steps, check_fields
+from services.worker.engine.vllm.seam import Draw
+from services.worker.engine.vllm.steps import KvPart, Steps
 from services.worker.engine.vllm.steps_v2 import check_v2
+from services.worker.engine.vllm.versions import check_names, check_version, installed, part, require
 from shared.errors import ConfigError
 
-VERSION = "0.32."
-"""Prefix of the supported versions."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single model runner lives in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -54,7 +53,7 @@ class VllmRunner:
     ) -> None:
         """`kv_blocks` 0: as many as `kv_bytes` hold; both 0: as `memory_fraction` of the GPU allows.
 
-        Raises ConfigError for another version of vLLM or a model that needs several block tables."""
+        Raises ConfigError for a vLLM that lacks a name, or a model that needs several block tables."""
         os.environ.update(_ENVIRONMENT)
         if settings.model_runner == "auto":
             os.environ.pop(_MODEL_RUNNER, None)
@@ -62,19 +61,12 @@ class VllmRunner:
             os.environ[_MODEL_RUNNER] = "1" if settings.model_runner == "v2" else "0"
         if ":" in device:
             os.environ["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2]
-        import vllm
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.core import EngineCore
-        from vllm.v1.executor import Executor
-
-        self.version: str = vllm.__version__
-        require(self.version.startswith(VERSION), f"written for {VERSION}x", self.version)
-        check_fields()
+        check_version()
+        check_names()
+        self.version = installed()
         ranks = settings.tensor_parallel
-        from vllm.platforms import current_platform
-
-        check_device(current_platform.device_type, device, ranks)
-        arguments = EngineArgs(
+        check_device(part("current_platform").device_type, device, ranks)
+        arguments = part("EngineArgs")(
             model=model,
             revision=revision,
             dtype=dtype,
@@ -94,10 +86,14 @@ class VllmRunner:
             use_tqdm_on_load=False,
         )
         try:
-            self._config = arguments.create_engine_config()
-            if self._config.use_v2_model_runner:
+            self._config: Any = arguments.create_engine_config()
+            self.kind = "v2" if self._config.use_v2_model_runner else "v1"
+            """vLLM's model runner."""
+            if self.kind == "v2":
                 check_v2()
-            self._core = EngineCore(self._config, Executor.get_class(self._config), log_stats=False)
+            check_names(self.kind)
+            executor = part("Executor").get_class(self._config)
+            self._core: Any = part("EngineCore")(self._config, executor, log_stats=False)
         except (ValueError, NotImplementedError, OSError) as error:
             raise ConfigError(f"vLLM cannot serve {model}: {_first_line(error)}", param="model") from error
         random.seed()  # vLLM sets the same seed in every worker
@@ -112,8 +108,6 @@ class VllmRunner:
         else:
             self.layout = " and ".join(self._executor.collective_rpc("kvasir_open"))
             self.kv = self._shared()
-        self.kind = "v2" if self._config.use_v2_model_runner else "v1"
-        """vLLM's model runner."""
         model_config: Any = self._config.model_config
         self.vocabulary = int(model_config.get_vocab_size())
         self.max_positions = int(model_config.max_model_len) - 1  # vLLM asserts this in _bookkeeping_sync

@@ -1,14 +1,13 @@
 """Protocols between the vLLM engine and vLLM's model runners."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from services.worker.core.sampling import Sampled
 from services.worker.engine.sampler import Logits
 from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest
-from shared.errors import ConfigError
 
 
 class Draw(Protocol):
@@ -50,13 +49,3 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """End the other processes."""
-
-
-def require(condition: bool, what: str, found: Any = None) -> None:
-    """Raise ConfigError unless a condition about vLLM holds."""
-    if not condition:
-        seen = "" if found is None else f" (found: {found})"
-        raise ConfigError(
-            f"this vLLM is not as Kvasir knows it: {what}{seen}; run `make setup-vllm`, or set engine native",
-            param="engine",
-        )

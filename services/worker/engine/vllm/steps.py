@@ -1,4 +1,4 @@
-"""Runs steps of a vLLM 0.32 model runner, in the runner's process; see `runner.py`.
+"""Runs steps of a vLLM model runner, in the runner's process; see `runner.py`.
 
 A step is a `SchedulerOutput` made here, and Kvasir's sampler replaces vLLM's. `StepsV1` and `steps_v2.py`
 have the differences between runner V1 and V2."""
@@ -6,49 +6,15 @@ have the differences between runner V1 and V2."""
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from services.worker.engine.sampler import Logits
 from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest
-from services.worker.engine.vllm.seam import Draw, require
+from services.worker.engine.vllm.seam import Draw
+from services.worker.engine.vllm.versions import check_object, has, part, require
 from shared.errors import ConfigError
-
-_USED_FIELDS = {
-    "NewRequestData": "req_id prompt_token_ids mm_features sampling_params pooling_params block_ids "
-    "num_computed_tokens lora_request",
-    "CachedRequestData": "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids "
-    "num_computed_tokens num_output_tokens",
-    "SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
-    "total_num_scheduled_tokens scheduled_spec_decode_tokens scheduled_encoder_inputs finished_req_ids "
-    "free_encoder_mm_hashes",
-}
-
-
-def check_fields() -> None:
-    """Raise ConfigError if vLLM's scheduler output lacks a field that is used here."""
-    from vllm.v1.core.sched import output
-
-    for name, used in _USED_FIELDS.items():
-        require_fields(output, name, used)
-
-
-def require_fields(module: Any, name: str, used: str) -> None:
-    """Raise ConfigError if a dataclass or named tuple, or one of its fields, is missing."""
-    kind = getattr(module, name, None)
-    there = set(getattr(kind, "_fields", ()))
-    if kind is not None and is_dataclass(kind):
-        there = {each.name for each in fields(kind)}
-    missing = set(used.split()) - there
-    require(not missing, f"{name} has {used}", f"no {', '.join(sorted(missing))}")
-
-
-def require_names(thing: Any, used: Sequence[str]) -> None:
-    """Raise ConfigError for a missing attribute."""
-    for name in used:
-        require(hasattr(thing, name), f"{type(thing).__name__} has {name}")
 
 
 def as_it_lies(kv: torch.Tensor) -> torch.Tensor:
@@ -61,7 +27,7 @@ def as_it_lies(kv: torch.Tensor) -> torch.Tensor:
     if order[0] != 0 or not told.is_contiguous():
         raise ConfigError(
             f"this vLLM's KV, {tuple(kv.shape)} with strides {strides}, does not lie block behind block "
-            "within a layer: set VLLM_KV_CACHE_LAYOUT=LBNHC (or LBHNC), or another attention backend",
+            "within a layer: set VLLM_KV_CACHE_LAYOUT=LBNHC (NHD before 0.29), or another attention backend",
             param="engine",
         )
     return told
@@ -83,23 +49,17 @@ class KvPart(NamedTuple):
 class Steps(ABC):
     """Runs steps of one model runner and replaces its sampler. `execute` and `sample`: halves of a step."""
 
-    used: ClassVar[tuple[str, ...]] = (
-        "device", "sampler", "kv_caches", "execute_model_state", "kv_cache_config",
-    )  # fmt: skip
-    """Attributes of the runner that are used."""
+    kind: ClassVar[str]
+    """Which of vLLM's model runners it is for."""
 
     def __init__(
         self, runner: Any, config: Any, execute: Callable[[Any], Any], sample: Callable[[None], Any]
     ) -> None:
         """Raises ConfigError if the runner lacks an attribute or the model needs several block tables."""
-        from vllm import SamplingParams
-        from vllm.v1.core.sched import output
-
-        require_names(runner, self.used)
+        check_object(runner, "runner", self.kind)
         check_groups(runner.kv_cache_config.kv_cache_groups)
         self._runner, self._config, self._execute, self._sample = runner, config, execute, sample
-        self._output = output
-        self._greedy = SamplingParams(temperature=0.0, max_tokens=1 << 30)
+        self._greedy = part("SamplingParams")(temperature=0.0, max_tokens=1 << 30)
         self._draw: Draw | None = None
         self._hidden: torch.Tensor | None = None
         self._take_the_sampler()
@@ -112,12 +72,9 @@ class Steps(ABC):
     @property
     def layout(self) -> str:
         """Name of a block's memory layout: the backend's order and, on a CPU, its instruction set."""
-        from vllm.config import get_layers_from_vllm_config
-        from vllm.model_executor.layers.attention import Attention
-
-        layers = get_layers_from_vllm_config(self._config, Attention)
+        layers = part("get_layers_from_vllm_config")(self._config, part("Attention"))
         kinds = {(type(each.impl).__name__, str(getattr(each, "isa", ""))) for each in layers.values()}
-        order = getattr(self._config.cache_config, "kv_cache_layout", "")
+        order = self._config.cache_config.kv_cache_layout if has("CacheConfig", "kv_cache_layout") else ""
         return f"vllm {order} {sorted(kinds)} {[tuple(each.shape[1:]) for each in self.kv]}"
 
     def share(self, folder: str, rank: int) -> list[KvPart]:
@@ -139,7 +96,10 @@ class Steps(ABC):
         finished: set[str],
         draw: Draw,
     ) -> None:
-        scheduled = self._output.SchedulerOutput(
+        common = (
+            {"num_common_prefix_blocks": [0]} if has("SchedulerOutput", "num_common_prefix_blocks") else {}
+        )
+        scheduled = part("SchedulerOutput")(
             scheduled_new_reqs=[self._new(each) for each in new],
             scheduled_cached_reqs=self._continued(continued),
             num_scheduled_tokens=dict(counts),
@@ -148,6 +108,7 @@ class Steps(ABC):
             scheduled_encoder_inputs={},
             finished_req_ids=finished,
             free_encoder_mm_hashes=[],
+            **common,
         )
         if self._runner.device.type == "cuda":
             torch.cuda.set_device(self._runner.device)  # the setting is per thread
@@ -171,7 +132,7 @@ class Steps(ABC):
         """Return the head's input `[requests, hidden size]` from the state after `execute`."""
 
     def _new(self, request: NewRequest) -> Any:
-        return self._output.NewRequestData(
+        return part("NewRequestData")(
             req_id=request.name,
             mm_features=[],
             sampling_params=self._greedy,
@@ -187,7 +148,7 @@ class Steps(ABC):
         """Return the request's tokens as arguments of `NewRequestData`."""
 
     def _continued(self, requests: Sequence[ContinuedRequest]) -> Any:
-        return self._output.CachedRequestData(
+        return part("CachedRequestData")(
             req_ids=[each.name for each in requests],
             resumed_req_ids=set(),
             new_token_ids=[],
@@ -208,11 +169,9 @@ class Steps(ABC):
 class StepsV1(Steps):
     """Steps of vLLM's model runner V1, whose sampler is replaced."""
 
-    def _take_the_sampler(self) -> None:
-        from vllm.v1.outputs import SamplerOutput
+    kind = "v1"
 
-        require_names(self._runner, ("input_batch",))
-        self._sampler_output = SamplerOutput
+    def _take_the_sampler(self) -> None:
         self._runner.sampler = self._sampled
 
     def _sampled_from(self, state: Any) -> torch.Tensor:
@@ -225,7 +184,7 @@ class StepsV1(Steps):
     def _sampled(self, logits: torch.Tensor, sampling_metadata: Any = None, **_: Any) -> Any:
         """Sample in place of vLLM's `Sampler`."""
         noted = self._drawn(logits, self._runner.input_batch.req_ids, torch.int32)
-        return self._sampler_output(sampled_token_ids=noted, logprobs_tensors=None)
+        return part("SamplerOutput", self.kind)(sampled_token_ids=noted, logprobs_tensors=None)
 
 
 def check_groups(groups: Sequence[Any]) -> None:

@@ -4,9 +4,8 @@ At its start, what is not as expected is refused in a sentence."""
 
 import pickle
 from array import array
-from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,8 @@ from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.engine import VllmEngine
 from services.worker.engine.vllm.requests import NULL_BLOCKS, ContinuedRequest, NewRequest
 from services.worker.engine.vllm.runner import check_device
-from services.worker.engine.vllm.seam import Draw, require
-from services.worker.engine.vllm.steps import KvPart, as_it_lies, check_groups, require_fields, require_names
+from services.worker.engine.vllm.seam import Draw
+from services.worker.engine.vllm.steps import KvPart, as_it_lies, check_groups
 from services.worker.kv.store import CacheableEngine
 from shared.errors import ConfigError
 from shared.grammars import Words
@@ -363,22 +362,6 @@ def test_a_model_of_several_tables_is_refused() -> None:
     for groups in ([attention, attention], [mamba], []):
         with pytest.raises(ConfigError, match="one table of blocks for a sequence"):
             check_groups(groups)
-
-
-def test_what_is_private_and_gone_is_named() -> None:
-    told, kept = make_dataclass("Told", ["req_id", "block_ids"]), namedtuple("Kept", ["req_id"])
-    module = SimpleNamespace(Told=told, Kept=kept)
-    require_fields(module, "Told", "req_id block_ids")
-    require_fields(module, "Kept", "req_id")
-    require_names(SimpleNamespace(sampler=None), ("sampler",))
-    with pytest.raises(ConfigError, match=r"found: no block_ids.*make setup-vllm"):
-        require_fields(module, "Kept", "req_id block_ids")
-    with pytest.raises(ConfigError, match="found: no req_id"):
-        require_fields(module, "Gone", "req_id")
-    with pytest.raises(ConfigError, match="has req_states"):
-        require_names(SimpleNamespace(sampler=None), ("sampler", "req_states"))
-    with pytest.raises(ConfigError, match=r"written for 0\.32\.x \(found: 0\.33\.0\)"):
-        require(False, "written for 0.32.x", "0.33.0")
 
 
 def test_mapped_kv_is_one_memory_also_once_its_file_is_gone(tmp_path: Path) -> None:
