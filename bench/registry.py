@@ -60,6 +60,7 @@ BENCHES = (
     Bench("migrate", "live.migrate.bench", "live migrations while clients read: pauses, gaps, text"),
     Bench("host", "live.host", "what the host does for a token where the model costs nothing"),
     Bench("house", "house.bench", "how hard the code is to enter: what a request passes through"),
+    Bench("papers", "papers.bench", "what five papers claim: their figures, ours, a verdict"),
     Bench("placement", "simulated.placement.bench", "GPUs and moves of MELL against its rivals, simulated"),
     Bench("prefix", "live.prefix.bench", "what the prefix cache finds (simulated) and brings (live)"),
     Bench("dgfm", "simulated.dgfm", "what settling cycles of debts brings, simulated or live"),

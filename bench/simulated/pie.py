@@ -14,7 +14,7 @@ from bench.kit.datasets import data_folder
 from bench.kit.outcome import Outcome, Table
 from services.worker.pie.core.sizes import expansion
 from shared.errors import ConfigError
-from sim.pie.cost import Form, PieModel
+from sim.pie.cost import GH200, Form, Interconnect, PieModel
 from sim.pie.run import PieCase, PieSimulation
 from sim.pie.swap import SwapController
 from sim.pie.timeline import Pace, Timeline, block_stalls, outside_share
@@ -75,6 +75,7 @@ class Question:
     seed: int
     policy: str = "vllm"
     form: Form = "layers"
+    link: Interconnect = GH200
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def answer(question: Question) -> Answer:
         question.fifo_layers,
         form=question.form,
         policy=question.policy,
+        link=question.link,
     )
     found = PieSimulation(case, requests_of(question)).finish()
     summary = summarize(found.outcome)

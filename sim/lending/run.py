@@ -38,6 +38,8 @@ class Scenario:
     repays: bool = True
     """Whether debts are repaid into free memory."""
     threshold_blocks: int = 8
+    most_lent: float = 0.5
+    """Largest share of a worker's memory that it lends."""
     mix: Mix = field(default_factory=Mix)
     cost: RemoteCost = field(default_factory=lambda: RemoteCost(LLAMA2_13B_2_A100))
 
@@ -84,7 +86,9 @@ class LendingSimulation:
         self.ledger = DebtLedger()
         blocks = scenario.kv_tokens // BLOCK_TOKENS
         self.members = {
-            f"w{at}": LendingWorker(f"w{at}", blocks, jobs(scenario.mix, scenario.seed, at), scenario.cost)
+            f"w{at}": LendingWorker(
+                f"w{at}", blocks, jobs(scenario.mix, scenario.seed, at), scenario.cost, scenario.most_lent
+            )
             for at in range(scenario.workers)
         }
         threshold = scenario.threshold_blocks * BLOCK_TOKENS
@@ -96,7 +100,7 @@ class LendingSimulation:
     def run(self) -> Result:
         samples = []
         for _ in range(int(self.scenario.duration_s / BEAT_S)):
-            samples.append(self._interval())
+            samples.append(self.interval())
             if self._check:
                 self.check_integrity()
         return Result(
@@ -116,7 +120,8 @@ class LendingSimulation:
         lent = sum(member.grants.lent_blocks() for member in self.members.values())
         assert lent == sum(member.debts.borrowed_blocks for member in self.members.values())
 
-    def _interval(self) -> Sample:
+    def interval(self) -> Sample:
+        """Run one interval of `BEAT_S`."""
         for member in self.members.values():
             member.fill_queue(self.now_s)
             self._admit(member)

@@ -40,7 +40,7 @@ def test_links_lead_where_the_site_has_something(page: str, text: str, expected:
 def test_every_diagram_was_drawn_as_it_is_now() -> None:
     """Else: make diagrams."""
     sources = [source for path in DOCS.rglob("*.md") for source in pages.diagrams_of(path.read_text())]
-    assert len(sources) > 5
+    assert len(sources) > 2
     wanted = {pages.picture_of(source) for source in sources}
     assert {path.name for path in (DOCS / pages.DIAGRAMS).glob("*.svg")} == wanted
     shown = pages.drawn(f"a\n```mermaid\n{sources[0]}```\nb", "papers/pie.md")

@@ -237,7 +237,7 @@ class _Keeping(Replay):
         lost = {*effects.waiting, *effects.displaced}
         if not self._migrates:
             moved = {move.request for move in effects.moves}
-            for request in moved:
+            for request in moved - lost:
                 policy.end(request)
             lost |= moved
         for request in lost:

@@ -1,0 +1,90 @@
+"""`python -m bench papers`: every main claim of the five papers, measured, with a verdict.
+
+Each claim is measured in the paper's set-up as far as it can be had, and against today's peer. A study writes
+its figures to a file as soon as they are there; a second run with the same `--out` skips it while settings
+and code are the same.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+
+from bench.kit.context import Context
+from bench.kit.outcome import Outcome, Table
+from bench.kit.provenance import ROOT
+from bench.papers import ecoserve, infinite_llm, mell, pie, prefix
+from bench.papers.claims import TODAY, Effort, Finding, Study, Verdict, measured
+from shared.errors import KvasirError
+
+PAPERS: dict[str, tuple[Study, ...]] = {
+    "mell": mell.STUDIES,
+    "infinite-llm": infinite_llm.STUDIES,
+    "prefix": prefix.STUDIES,
+    "ecoserve": ecoserve.STUDIES,
+    "pie": pie.STUDIES,
+}
+_COLUMNS = ("claim", "paper", "here", "today", "verdict")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--paper", choices=sorted(PAPERS), help="only this one")
+    parser.set_defaults(out=ROOT / "runs" / "bench" / "papers")
+
+
+def run(context: Context) -> Outcome:
+    """Run the bench."""
+    effort = Effort(context.quick, context.seed)
+    only = context.arguments.paper
+    studies = [study for paper, found in PAPERS.items() if only in (None, paper) for study in found]
+    studies = [study for study in studies if study.has_quick or not effort.quick]
+    findings: list[Finding] = []
+    failed: list[str] = []
+    with context.progress("studies", len(studies)) as bar:
+        for study in studies:
+            bar.advance(0, study.name)
+            try:
+                figures = measured(study, effort, context.run_dir)
+            except KvasirError as error:
+                failed.append(f"{study.name} was not measured: {str(error).splitlines()[0]}")
+                continue
+            findings += [Finding(study, claim, figures) for claim in study.claims if claim.figure in figures]
+            bar.advance()
+    (context.run_dir / "papers.md").write_text(as_markdown(findings))
+    tables = [
+        Table(paper, _COLUMNS, [_row(one) for one in findings if one.study.paper == paper])
+        for paper in dict.fromkeys(study.paper for study in studies)
+    ]
+    return Outcome(_figures(findings), len(failed), tables, [*_notes(findings), *failed])
+
+
+def _figures(findings: Sequence[Finding]) -> dict[str, float]:
+    verdicts = [one.verdict for one in findings]
+    return {
+        "claims": len(findings),
+        "reproduced": verdicts.count(Verdict.REPRODUCED),
+        "reproduced_in_kind": verdicts.count(Verdict.IN_KIND),
+        "unexplained": sum(not one.is_explained for one in findings),
+        **{name: value for one in findings for name, value in one.figures.items()},
+    }
+
+
+def _row(one: Finding) -> tuple[str, ...]:
+    claim = one.claim
+    today = one.figures.get(claim.figure + TODAY)
+    rival = "" if today is None else f"{today:.3g} ({claim.today})"
+    return (f"{claim.what} ({claim.source})", claim.said, f"{one.value:.3g}", rival, one.sentence)
+
+
+def _notes(findings: Sequence[Finding]) -> list[str]:
+    studies = dict.fromkeys(one.study for one in findings)
+    return [f"{study.name}: {study.set_up}" for study in studies]
+
+
+def as_markdown(findings: Sequence[Finding]) -> str:
+    """Return the table of `docs/papers.md`."""
+    lines = []
+    for paper in dict.fromkeys(one.study.paper for one in findings):
+        lines += [f"|{'|'.join((paper, *_COLUMNS[1:]))}|", "|---" * len(_COLUMNS) + "|"]
+        mine = [one for one in findings if one.study.paper == paper]
+        lines += [f"|{'|'.join(_row(one))}|" for one in mine]
+        lines.append("")
+    return "\n".join(lines)

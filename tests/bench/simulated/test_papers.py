@@ -1,0 +1,92 @@
+"""Claims of the five papers on little: one study each holds in kind, verdicts, and a run that goes on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.cli import main
+from bench.papers import bench, pie
+from bench.papers.claims import Claim, Effort, Finding, Rule, Study, Verdict, judge
+
+QUICK = Effort(quick=True)
+
+
+@pytest.mark.parametrize(
+    ("paper", "study"),
+    [
+        ("mell", "mell-packing"),
+        ("infinite-llm", "infinite-llm-contexts"),
+        ("prefix", "prefix-templates"),
+        ("ecoserve", "ecoserve-alpaca"),
+        ("pie", "pie-flexgen"),
+    ],
+)
+def test_a_paper_holds_in_kind(paper: str, study: str) -> None:
+    (one,) = (found for found in bench.PAPERS[paper] if found.name == study)
+    figures = one.measure(QUICK)
+    findings = [Finding(one, claim, figures) for claim in one.claims]
+    held = {finding.claim.figure for finding in findings if finding.verdict is not Verdict.NOT}
+    assert held >= EXPECTED[study], [(finding.claim.figure, finding.sentence) for finding in findings]
+
+
+EXPECTED = {
+    "mell-packing": {"gpus_vs_bf", "gpus_vs_wf", "gpus_vs_lb", "use", "use_vs_wf", "bound"},
+    "infinite-llm-contexts": {"context_2"},
+    "prefix-templates": {"text", "miss_host", "miss_disk", "orders"},
+    "ecoserve-alpaca": {"rate_orca_alpaca", "failures_alpaca"},
+    "pie-flexgen": {"flexgen"},
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "span", "value", "verdict"),
+    [
+        (Rule.RATIO, (1.28, 2.33), 1.3, Verdict.REPRODUCED),
+        (Rule.RATIO, (1.28, 2.33), 1.2, Verdict.IN_KIND),
+        (Rule.RATIO, (1.28, 2.33), 9.0, Verdict.IN_KIND),
+        (Rule.RATIO, (1.28, 2.33), 0.76, Verdict.NOT),
+        (Rule.RATIO, (0.91, 0.69), 0.85, Verdict.REPRODUCED),
+        (Rule.RATIO, (0.91, 0.69), 1.02, Verdict.NOT),
+        (Rule.LEAST, (0.88, 0.88), 0.85, Verdict.REPRODUCED),
+        (Rule.LEAST, (0.88, 0.88), 0.7, Verdict.NOT),
+        (Rule.MOST, (10, 10), 11.2, Verdict.IN_KIND),
+        (Rule.MOST, (0, 0), 0.1, Verdict.NOT),
+    ],
+)
+def test_verdicts(rule: Rule, span: tuple[float, float], value: float, verdict: Verdict) -> None:
+    assert judge(Claim("x", "x", "§1", span, rule), value) is verdict
+
+
+def test_a_change_of_the_set_up_explains_a_claim() -> None:
+    claim = Claim("rate", "x", "§4", (2.0, 3.0), turns=(("more memory", "roomy"), ("true lengths", "known")))
+    study = Study("a", "a", "", lambda _: {}, (claim,))
+    found = Finding(study, claim, {"rate": 0.9, "roomy": 1.1, "known": 1.7})
+    assert found.sentence == "not reproduced; holds with true lengths: 1.7" and found.is_explained
+    found = Finding(study, claim, {"rate": 0.9, "roomy": 1.1, "known": 1.0})
+    assert not found.is_explained and "not turned by more memory: 1.1, true lengths: 1" in found.sentence
+
+
+def test_a_second_run_reads_what_the_first_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, figure4 = pie.STUDIES
+    monkeypatch.setattr(bench, "PAPERS", {"pie": (figure4,)})
+    words = [
+        "papers",
+        "--quick",
+        "--paper",
+        "pie",
+        "--out",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+    assert main(words) == 0
+    figures = json.loads((tmp_path / "r.json").read_text())["figures"]
+    assert figures["claims"] == figures["reproduced"] == 2 and figures["unexplained"] == 0
+    file = tmp_path / "pie-figure4-quick.json"
+    file.write_text(file.read_text().replace('"fig4_stalls": 0.0', '"fig4_stalls": 7.0'))
+    assert main(words) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["figures"]["fig4_stalls"] == 7.0
+    assert "stalls with seven slots (fig. 4)|≤0|7|" in (tmp_path / "papers.md").read_text()
+    assert main([*words, "--seed", "1"]) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["figures"]["fig4_stalls"] == 0.0
