@@ -13,7 +13,7 @@ from shared.log import get_logger
 
 Version = tuple[int, int]
 OLDEST, NEWEST = (0, 26), (0, 32)
-"""The versions that are tested. A newer one is tried if it has all names."""
+"""The versions whose names are below; 0.28 and 0.32 are tested. A newer one is tried if it has all names."""
 _LATER = (1 << 30, 0)
 _log = get_logger("worker.vllm")
 

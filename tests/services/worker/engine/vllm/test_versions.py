@@ -32,8 +32,8 @@ def checked(folder: Path, number: Version, without: str = "") -> "subprocess.Com
         with file.open("a") as lines:
             print(f"class {name}: pass{fields}", file=lines)
     (folder / "vllm").mkdir(exist_ok=True)
-    with (folder / "vllm" / "__init__.py").open("a") as file:
-        print(f"__version__ = '{number[0]}.{number[1]}.1'", file=file)
+    with (folder / "vllm" / "__init__.py").open("a") as lines:
+        print(f"__version__ = '{number[0]}.{number[1]}.1'", file=lines)
     return ran([sys.executable, "-c", _CHECK], env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"})
 
 
