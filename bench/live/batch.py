@@ -11,11 +11,9 @@ from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import openai
 import uvloop
-from openai.types import BatchRequestCounts
 
 from bench.kit.context import Context
 from bench.kit.load import Answer, serve_all
@@ -25,6 +23,10 @@ from bench.kit.stats import percentile
 from bench.live.chats import chat_bodies
 from shared.errors import InternalError
 from sim.workloads import poisson_times
+
+if TYPE_CHECKING:  # the bench's own run imports it; the list of benches does without
+    import openai
+    from openai.types import BatchRequestCounts
 
 ENGINES: Mapping[str, Mapping[str, object]] = {
     "simulated": {"worker.engine": "simulated", "worker.simulated.speed": 0.25},
@@ -63,6 +65,8 @@ def run(context: Context) -> Outcome:
 
         chat("alone")
         url = f"http://{target.host}:{target.port}/v1"
+        import openai
+
         client = openai.OpenAI(base_url=url, api_key=target.key, max_retries=8)
         began_s = time.perf_counter()
         batch = _begin(client, target.model, chat_bodies(requests, context.seed + 1, _BATCH_TOKENS))
@@ -78,7 +82,7 @@ def run(context: Context) -> Outcome:
 
 
 def outcome(
-    parts: Mapping[str, Sequence[Answer]], counts: BatchRequestCounts, done_beside: int, took_s: float
+    parts: Mapping[str, Sequence[Answer]], counts: "BatchRequestCounts", done_beside: int, took_s: float
 ) -> Outcome:
     """Return the figures of all parts, and of the batch."""
     alone = [*parts["alone"], *parts["alone again"]]
@@ -111,7 +115,7 @@ def _first_s(answer: Answer) -> float:
     return answer.first_s
 
 
-def _begin(client: openai.OpenAI, model: str, bodies: Sequence[Mapping[str, Any]]) -> str:
+def _begin(client: "openai.OpenAI", model: str, bodies: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         {"custom_id": str(at), "method": "POST", "url": _PATH, "body": {"model": model, **body}}
         for at, body in enumerate(bodies)
@@ -121,11 +125,12 @@ def _begin(client: openai.OpenAI, model: str, bodies: Sequence[Mapping[str, Any]
     return client.batches.create(input_file_id=file.id, endpoint=_PATH, completion_window="24h").id
 
 
-def _counts(client: openai.OpenAI, batch: str, *, at_end: bool = False) -> BatchRequestCounts:
+def _counts(client: "openai.OpenAI", batch: str, *, at_end: bool = False) -> "BatchRequestCounts":
     """Return the progress of a batch, or what came of it. Raises InternalError at a deadline."""
     until_s = time.monotonic() + _DEADLINE_S
     while (found := client.batches.retrieve(batch)).status in ("validating", "in_progress") and at_end:
         if time.monotonic() > until_s:
             raise InternalError(f"the batch did not end within {_DEADLINE_S:.0f} s")
         time.sleep(0.5)
-    return found.request_counts or BatchRequestCounts(completed=0, failed=0, total=0)
+    assert found.request_counts is not None
+    return found.request_counts

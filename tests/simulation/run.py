@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from tests.simulation.checks import ANSWERS_WITHIN_S, QUIET_WITHIN_S, Checks, Violation
 from tests.simulation.clients import Clients
+from tests.simulation.faults import arrange
 from tests.simulation.fleet import Fleet
-from tests.simulation.schedules import TROUBLE_ENDS_S, Schedule, arrange
+from tests.simulation.schedules import TROUBLE_ENDS_S, Schedule
 from tests.simulation.world import World
 
 

@@ -110,7 +110,8 @@ def references() -> list[Reference]:
 
 async def test_many_prompts_under_preemption(tmp_path: Path, references: list[Reference]) -> None:
     questions = [Question(prompt, {"temperature": 0, "max_tokens": MAX_TOKENS}) for prompt in PROMPTS]
-    with running_stack(tmp_path / "run", settings=(TIGHT, "worker.pie.enabled=false")) as stack:
+    settings = (TIGHT, "worker.pie.enabled=false", "scheduler.policy=vllm")  # it admits what will not fit
+    with running_stack(tmp_path / "run", settings=settings) as stack:
         answers = await stack.client().ask_all(questions)
         preemptions = stack.details("scheduler-0")["preemptions"]
     assert all(answer.complete for answer in answers)

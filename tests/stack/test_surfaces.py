@@ -121,7 +121,6 @@ def test_the_clients_own_helpers_for_responses(client: openai.OpenAI) -> None:
     ("fields", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"text": {"format": {"type": "jsonschema"}}}, "text.format.type"),
