@@ -75,7 +75,7 @@ async def test_a_process_answers_beside_its_event_loop_and_not_while_it_is_stopp
         assert stuck.startswith("event loop: a turn for ")
         assert await probe() == 1
         process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
+        await asyncio.to_thread(os.waitpid, process.pid, os.WUNTRACED)  # until it has stopped
         with pytest.raises(TimeoutError):
             await asked(process.pid, within_s=0.3)
     with pytest.raises(OSError):
