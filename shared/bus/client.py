@@ -69,10 +69,10 @@ class _Reader(asyncio.Protocol):
         if not self._is_held:
             self._read()
 
-    def eof_received(self) -> None:
-        """End; the transport closes, since TLS knows no half-closed connection."""
+    def eof_received(self) -> bool | None:
         self.end(nats.errors.UnexpectedEOF())
-        self._former.eof_received()
+        stays_open = bool(self._former.eof_received())
+        return stays_open and self._transport.get_extra_info("sslcontext") is None
 
     def connection_lost(self, error: Exception | None) -> None:
         self.end(error if isinstance(error, OSError) else nats.errors.UnexpectedEOF())

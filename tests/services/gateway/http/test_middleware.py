@@ -252,7 +252,7 @@ async def test_what_is_announced_as_too_large_is_not_even_read(monkeypatch: pyte
 
 async def test_large_bodies_on_their_way_share_a_room() -> None:
     """A third waits until one of two has come, or is refused; a small one passes. The room is given back."""
-    config = GatewayConfig.model_validate({"max_body_bytes": 1_000_000, "receive_timeout_s": 0.6})
+    config = GatewayConfig.model_validate({"max_body_bytes": 1_000_000, "receive_timeout_s": 1.0})
     threads = TokenizerThreads(1, 4)
     reader = BodyReader(config, threads, room_bytes=2_000_000)
 
@@ -267,7 +267,8 @@ async def test_large_bodies_on_their_way_share_a_room() -> None:
     began_s = time.monotonic()
     with pytest.raises(HttpError, match="too many large request bodies"):
         await ask(arriving([whole]), len(whole))
-    assert 0.25 < time.monotonic() - began_s < 0.55
+    assert time.monotonic() - began_s > 0.4
+    await asyncio.sleep(0.2)
     waiting = ask(arriving([whole]), len(whole))  # the two are past their deadline before this one is
     assert await waiting == whole
     for task in late:
