@@ -50,7 +50,7 @@ class FirstComePolicy(ABC):
         self._rule = None if key is None else QueueRule(key, name=policy_name(type(self)))
         """None: by arrival."""
         self._speeds = WorkerSpeeds()
-        self._lengths = LengthEstimates(TwoQueueOptions(pad=0.0), block_tokens=1)
+        self._estimates = LengthEstimates(TwoQueueOptions(pad=0.0), block_tokens=1)
         self._waiting: Line[Job] = Line(self._rank)
         self._running: list[Job] = []
         """All jobs that hold blocks, in order: prefilling, decoding or complete."""
@@ -142,7 +142,7 @@ class FirstComePolicy(ABC):
         if self._rule is None:
             return
         task = structs.replace(job.task, prediction=job.prediction)
-        rest_tokens = self._lengths.rest_tokens(job.prediction, job.generated_tokens, task.max_tokens)
+        rest_tokens = self._estimates.rest_tokens(job.prediction, job.generated_tokens, task.max_tokens)
         memory_tokens = self._table.capacity_blocks * self._table.block_tokens
         work_s = self._speeds.occupied_s(job.prefill_tokens, rest_tokens, memory_tokens)
         job.rank = (task.priority, self._rule.place(task, work_s), *task.order[1:])
