@@ -62,6 +62,7 @@ def _figures(findings: Sequence[Finding]) -> dict[str, float]:
         "claims": len(findings),
         "reproduced": verdicts.count(Verdict.REPRODUCED),
         "reproduced_in_kind": verdicts.count(Verdict.IN_KIND),
+        "far_beyond": sum(one.is_beyond for one in findings),
         "unexplained": sum(not one.is_explained for one in findings),
         **{name: value for one in findings for name, value in one.figures.items()},
     }

@@ -135,6 +135,12 @@ class Finding:
         return judge(self.claim, self.value)
 
     @property
+    def is_beyond(self) -> bool:
+        """Whether the effect is more than twice the paper's largest: then the set-ups differ somewhere."""
+        is_ratio = self.claim.rule is Rule.RATIO and self.verdict is Verdict.IN_KIND
+        return is_ratio and abs(math.log(self.value)) > 2 * abs(math.log(self.claim.span[1]))
+
+    @property
     def turned_by(self) -> str:
         """The first change under which the claim holds, with its figure; empty if there is none."""
         for change, figure in self.claim.turns:
@@ -146,7 +152,7 @@ class Finding:
     def sentence(self) -> str:
         """The verdict, and for a claim that does not hold the changes that were measured."""
         if self.verdict is not Verdict.NOT:
-            return str(self.verdict)
+            return f"{self.verdict}{', far beyond the paper' if self.is_beyond else ''}"
         if self.turned_by:
             return f"{self.verdict}; holds with {self.turned_by}"
         tried = ", ".join(f"{change}: {self.figures[figure]:.3g}" for change, figure in self.claim.turns)

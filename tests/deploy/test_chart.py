@@ -47,7 +47,7 @@ def pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names of pods, and what they are made from."""
     for each in objects:
         if each["kind"] == "StatefulSet":
-            for number in range(each["spec"]["replicas"]):
+            for number in range(each["spec"].get("replicas", 1)):
                 yield f"{each['metadata']['name']}-{number}", each["spec"]["template"]["spec"]
 
 

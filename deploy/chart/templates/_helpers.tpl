@@ -16,3 +16,8 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
+
+{{- define "kvasir.settings" -}}
+{{- $model := dict "model" .Values.model.name }}
+{{- toYaml (mergeOverwrite (dict "gateway" $model "worker" (deepCopy $model)) (deepCopy .Values.settings)) }}
+{{- end }}

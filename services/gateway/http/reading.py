@@ -68,8 +68,8 @@ class BodyReader:
 
     async def read(self, request: Request) -> bytes:
         """Return the whole body. Raises HttpError 413 above the size limit (packed or unpacked), 408 past the
-        deadline, 415 for an unknown encoding; InvalidRequest for a corrupt body, ClientGone on a disconnect,
-        503 without room."""
+        deadline, 415 for an unknown encoding; 503 without room; InvalidRequest for a corrupt body, ClientGone
+        on a disconnect."""
         encoding = request.headers.get("content-encoding", "").strip().lower()
         if encoding not in _ENCODINGS:
             text = f"a body with Content-Encoding {shown(encoding, 64)!r} is not read"
@@ -81,10 +81,10 @@ class BodyReader:
         if likely_bytes > most:
             raise _too_large(most)
         if likely_bytes <= _SMALL_BYTES:
-            body = await self._collect(request)
+            body = await self._in_time(request)
         else:
             async with self._room(likely_bytes):
-                body = await self._collect(request)
+                body = await self._in_time(request)
         if not _ENCODINGS[encoding]:
             return body
         # The single reader thread bounds how many inflated bodies wait.
@@ -92,7 +92,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def _room(self, size_bytes: int) -> AsyncIterator[None]:
-        """Hold that much of the room. Raises Overloaded when others have held it for too long."""
+        """Hold that much of the room. Raises HttpError 503 when others have held it for too long."""
         timeout_s = self._config.receive_timeout_s / 2
         try:
             async with asyncio.timeout(timeout_s):
@@ -109,7 +109,7 @@ class BodyReader:
             self._room_bytes += size_bytes
             self._freed.set()
 
-    async def _collect(self, request: Request) -> bytes:
+    async def _in_time(self, request: Request) -> bytes:
         timeout_s = self._config.receive_timeout_s
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

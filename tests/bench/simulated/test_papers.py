@@ -58,6 +58,13 @@ def test_verdicts(rule: Rule, span: tuple[float, float], value: float, verdict: 
     assert judge(Claim("x", "x", "§1", span, rule), value) is verdict
 
 
+@pytest.mark.parametrize(("value", "is_beyond"), [(2.0, False), (5.0, False), (6.0, True), (0.5, False)])
+def test_an_effect_of_more_than_twice_the_papers_is_said(value: float, is_beyond: bool) -> None:
+    claim = Claim("x", "x", "§1", (1.28, 2.33))
+    found = Finding(bench.PAPERS["pie"][0], claim, {"x": value})
+    assert found.is_beyond is is_beyond and ("far beyond" in found.sentence) is is_beyond
+
+
 def test_a_change_of_the_set_up_explains_a_claim() -> None:
     claim = Claim("rate", "x", "§4", (2.0, 3.0), turns=(("more memory", "roomy"), ("true lengths", "known")))
     study = Study("a", "a", "", lambda _: {}, (claim,))

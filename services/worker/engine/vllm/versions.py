@@ -113,11 +113,11 @@ def has(name: str, member: str, runner: str = "") -> bool:
 
 
 def check_version() -> None:
-    """Raise ConfigError for a version that is too old; warn about one that is newer than those tested."""
+    """Raise ConfigError for a version that is too old; warn about one that is newer than those known."""
     require(number() >= OLDEST, "it is too old")
     if number() > NEWEST:
         _log.warning(
-            f"vLLM {installed()} is tried: it is newer than {_tested()}, which Kvasir is tested with"
+            f"vLLM {installed()} is tried: it is newer than {_known()}, whose private names Kvasir knows"
         )
 
 
@@ -147,7 +147,7 @@ def require(condition: bool, what: str, found: Any = None) -> None:
     if not condition:
         seen = "" if found is None else f" (found: {found})"
         raise ConfigError(
-            f"vLLM {installed()} is not as Kvasir knows it: {what}{seen}; Kvasir works with {_tested()}: "
+            f"vLLM {installed()} is not as Kvasir knows it: {what}{seen}; Kvasir knows {_known()}: "
             "run `make setup-vllm`, or set engine native",
             param="engine",
         )
@@ -171,5 +171,5 @@ def _module(path: str) -> Any:
         return None
 
 
-def _tested() -> str:
+def _known() -> str:
     return " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))

@@ -38,7 +38,7 @@ def checked(folder: Path, number: Version, without: str = "") -> "subprocess.Com
 
 
 @pytest.mark.parametrize(("number", "seen"), [((0, 26), "True False"), ((0, 32), "False True")])
-def test_a_tested_version_is_taken_with_its_differences(tmp_path: Path, number: Version, seen: str) -> None:
+def test_a_known_version_is_taken_with_its_differences(tmp_path: Path, number: Version, seen: str) -> None:
     done = checked(tmp_path, number)
     assert done.stdout.strip() == seen and not done.stderr
 
@@ -55,7 +55,7 @@ def test_the_first_missing_name_is_in_the_refusal(tmp_path: Path, without: str) 
     assert done.returncode != 0
     refusal = done.stderr.splitlines()[-1]
     assert refusal.partition("ConfigError: ")[2].startswith("vLLM 1.4.1 is not as Kvasir knows it: no ")
-    assert f".{without}; Kvasir works with 0.26 to 0.32: run `make setup-vllm`" in refusal
+    assert f".{without}; Kvasir knows 0.26 to 0.32: run `make setup-vllm`" in refusal
 
 
 def test_an_older_version_is_refused(tmp_path: Path) -> None:
