@@ -41,8 +41,9 @@ class InFlight:
         self._leaving.append((self._begun, blocks))
 
     def lose(self, gone: Collection[int]) -> None:
-        """Forget blocks that are nobody's any more."""
-        kept = (
-            (step, block_table(each for each in blocks if each not in gone)) for step, blocks in self._leaving
-        )
-        self._leaving = deque(kept)
+        """Give back at once those of the blocks that wait: no step can write to them any more."""
+        waiting, self._leaving = self._leaving, deque()
+        for step, blocks in waiting:
+            self._leaving.append((step, block_table(each for each in blocks if each not in gone)))
+            if lost := block_table(each for each in blocks if each in gone):
+                self._give_back(lost)

@@ -291,8 +291,8 @@ class SequenceTable:
             if held.alive and not gone.isdisjoint(held.blocks):
                 self.end(held, FinishReason.KV_LOST, now_s)
         if isinstance(self.pool, ExtendedPool):
+            self.in_flight.lose(gone)  # first: a stored block that is lost must have no user
             self.pool.lose(gone)
-            self.in_flight.lose(gone)
 
     def cancel(
         self,

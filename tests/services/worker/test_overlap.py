@@ -19,6 +19,7 @@ from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.simulated import SimulatedEngine, answer_tokens, token_at
 from services.worker.engine_thread import Runner
+from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import CacheableEngine, open_store
 from services.worker.kv.transfers import TransferEngine
@@ -46,13 +47,16 @@ SEED = next(seed for seed in range(1000) if answer_tokens(seed, 0) == 9)
 class Thread:
     """An engine's thread, turned by hand."""
 
-    def __init__(self, engine: Engine, *, cached: bool = True) -> None:
+    def __init__(self, engine: Engine, *, cached: bool = True, borrowed: Sequence[int] = ()) -> None:
         assert isinstance(engine, CacheableEngine)
         self.engine = engine
         self.store = open_store(PrefixCacheConfig(), engine, "test", TransferEngine(lambda: None))
         prefixes = Prefixes(self.store.cache, self.store.fingerprint) if cached else None
         limits = SequenceLimits(200, engine.vocabulary, 60.0, 60.0)
-        self.table = SequenceTable(self.store.cache, limits, prefixes)
+        pool = ExtendedPool(self.store.cache, engine.own_ids) if borrowed else None
+        if pool is not None:
+            pool.admit(borrowed)
+        self.table = SequenceTable(pool or self.store.cache, limits, prefixes)
         self.core = StepCore(Identity("worker-0", 1, "model", 200, "host"), self.table)
         self.effects: list[StepEffects] = []
         self.door = Door(self.core, monotonic_s, self.effects.append)
@@ -259,6 +263,22 @@ def test_rows_of_a_lost_creditor_end_and_the_step_in_flight_goes_on_without_them
     thread.turn(40)
     assert thread.tokens("a") == answer(how(ends=())) and len(thread.tokens("b")) == 3
     assert thread.ends() == {"a": FinishReason.LENGTH, "b": FinishReason.KV_LOST}
+
+
+def test_own_blocks_before_lost_ones_are_free_again_once_the_step_in_flight_is_over() -> None:
+    """What is stored in the lost blocks had a user, the step in flight, and so had all blocks before it."""
+    engine, lent = Failing(**SIZES | {"kv_blocks": 6}), range(6, 14)
+    engine.fails_at, engine.error = 5, CreditorLost("as told", creditor_id="worker-9")
+    thread = Thread(engine, borrowed=lent)
+    thread.start({"a": how(ends=(), max_tokens=30)}, prompt=34, steps=8)
+    thread.turn(4)
+    held = thread.table.find(ref("a"))
+    assert held is not None and max(held.blocks) >= 6
+    thread.lost = set(lent)
+    thread.turn(40)
+    assert thread.ends() == {"a": FinishReason.KV_LOST}
+    pool = thread.table.pool
+    assert pool.free_blocks + pool.evictable_blocks == 6
 
 
 def test_ends_are_acknowledged_while_their_row_is_computed_in_vain() -> None:
