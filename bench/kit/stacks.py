@@ -164,8 +164,19 @@ class Stack(Server):
 
     def pids(self) -> dict[str, int]:
         """Return the pids of running processes, by name."""
+        return {name: pid for name, pid in self._children().items() if pid}
+
+    def is_whole(self) -> bool:
+        """Whether all processes run, and none is stopped by a signal."""
+        try:
+            states = [psutil.Process(pid).status() for pid in self._children().values() if pid]
+            return all(self._children().values()) and psutil.STATUS_STOPPED not in states
+        except FileNotFoundError:  # Its files were deleted a moment ago.
+            return False
+
+    def _children(self) -> dict[str, int | None]:
         state = json.loads((self.run_dir / "state.json").read_text())
-        return {child["name"]: child["pid"] for child in state["children"] if child["pid"]}
+        return {child["name"]: child["pid"] for child in state["children"]}
 
 
 def start_stack(

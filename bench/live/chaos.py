@@ -19,7 +19,6 @@ from random import Random
 from typing import Any
 
 import orjson
-import psutil
 import uvloop
 
 from bench.kit.context import Context
@@ -402,15 +401,7 @@ async def _hit(stack: Stack, fault: Fault) -> None:
 
 def _until_whole(stack: Stack) -> None:
     """Wait until every process runs and the stack is ready. Raises InternalError on a timeout."""
-
-    def is_whole() -> bool:
-        try:
-            states = [psutil.Process(pid).status() for pid in stack.pids().values()]
-        except FileNotFoundError:  # Its files were deleted a moment ago.
-            return False
-        return psutil.STATUS_STOPPED not in states and is_up(stack.target, "/ready")
-
-    stack.until(is_whole, _REST_S)
+    stack.until(lambda: stack.is_whole() and is_up(stack.target, "/ready"), _REST_S)
     time.sleep(1.0)  # The next fault needs an idle stack.
 
 
