@@ -5,6 +5,7 @@ fault or two in each round. A pause is the longest gap of a stream that ends aft
 """
 
 import asyncio
+import contextlib
 import shutil
 import signal
 import time
@@ -19,6 +20,7 @@ from random import Random
 from typing import Any
 
 import orjson
+import psutil
 import uvloop
 
 from bench.kit.context import Context
@@ -396,7 +398,8 @@ async def _hit(stack: Stack, fault: Fault) -> None:
     if fault.way == "frozen":
         await asyncio.sleep(FROZEN_S[fault.victims[0].partition("-")[0]])
         for victim in victims:
-            victim.send_signal(signal.SIGCONT)
+            with contextlib.suppress(psutil.NoSuchProcess):  # It was replaced as one that hangs.
+                victim.send_signal(signal.SIGCONT)
 
 
 def _until_whole(stack: Stack) -> None:
