@@ -48,6 +48,7 @@ BENCHES = (
     Bench("engine", "live.engine.bench", "our engine, served, against vLLM or llama.cpp"),
     Bench("overload", "live.overload", "three times the load that a stack can serve: goodput, refusals"),
     Bench("overhead", "live.overhead.bench", "what gateway, bus and scheduler add to the engine"),
+    Bench("sessions", "live.sessions", "agents and chats of many turns, short of KV, against vLLM"),
     Bench("step", "micro.step", "one decode step of the engine alone"),
     Bench("gpu", "micro.gpu.bench", "how much of a GPU's memory bandwidth decodes use"),
     Bench("experiment", "simulated.experiment.bench", "a YAML grid of policies, predictors, traces, rates"),

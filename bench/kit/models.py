@@ -69,6 +69,25 @@ def checkpoint(name: str, cache: Path = CACHE) -> Path:
     return folder.resolve()
 
 
+def plain_folder(model: Path, cache: Path = CACHE) -> Path:
+    """Return a GGUF file's model as a folder in fp32, which other servers read; a folder as it is."""
+    folder = cache / model.stem
+    if not is_gguf(str(model)):
+        return model
+    if not (folder / "model.safetensors").exists():
+        import torch
+
+        from services.worker.engine.gguf_weights import GgufWeights, empty_module, fill
+        from services.worker.engine.progress import LoadProgress
+
+        source = model_folder(str(model))
+        module = empty_module(source, torch.float32)
+        fill(module, GgufWeights(model, module.config), LoadProgress(), vectors_only=False)
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        module.save_pretrained(folder)
+    return folder
+
+
 def vocabulary(folder: Path) -> int:
     """Return the size of the vocabulary of a folder or GGUF file."""
     config = read_json(model_folder(str(folder)) / "config.json")

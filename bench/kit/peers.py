@@ -1,7 +1,7 @@
 """vLLM as the peer server: how to start it, and its variants.
 
-It runs in float32 with one compute thread, chunked prefill and no prefix cache, like our side. `cores` pins
-its threads.
+It runs in float32 with chunked prefill and, unless asked otherwise, one compute thread and no prefix cache,
+like our side. `cores` pins its threads.
 """
 
 import os
@@ -63,9 +63,11 @@ def start_vllm(
     max_sequences: int,
     kv_gib: int = 1,
     kv_blocks: int | None = None,
+    threads: int = 1,
+    caches: bool = False,
 ) -> Server:
     """Start `vllm serve` from its own virtual environment, with KV in GiB or in blocks of
-    `VLLM_BLOCK_TOKENS`.
+    `VLLM_BLOCK_TOKENS`. It computes on `threads` cores from `engine_core` on; `caches`: prefixes.
 
     Raises ConfigError if vLLM is not set up.
     """
@@ -74,17 +76,23 @@ def start_vllm(
     argv += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--max-model-len", str(context_tokens), "--block-size", str(VLLM_BLOCK_TOKENS)]
     argv += [] if kv_blocks is None else ["--num-gpu-blocks-override", str(kv_blocks)]
-    argv += ["--no-enable-prefix-caching", "--enable-chunked-prefill", "--max-num-seqs", str(max_sequences)]
+    argv += [
+        "--enable-chunked-prefill",
+        "--max-num-seqs",
+        str(max_sequences),
+        "--enable-prompt-tokens-details",
+    ]
+    argv += ["--enable-prefix-caching" if caches else "--no-enable-prefix-caching"]
     argv += [] if variant.compiled else ["--enforce-eager"]
     argv += ["--distributed-executor-backend", "uni" if variant.one_process else "mp"]
     env = {
         **{key: value for key, value in os.environ.items() if not key.startswith("VLLM_")},
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": str(engine_core),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, range(engine_core, engine_core + threads))),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if variant.one_process else "1",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(threads),
         "PATH": f"{vllm_binary().parent}:{os.environ.get('PATH', '')}",
     }
     tree = ProcessTree("vllm", argv, env, run_dir / f"vllm-{variant.name}.log", run_dir)

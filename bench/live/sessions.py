@@ -1,0 +1,265 @@
+"""`python -m bench sessions`: agents and chats of many turns, with KV for a quarter of what is open.
+
+Sessions share system prompts, send tools' results between turns, pause, and some are abandoned. Both sides
+compute in fp32 with the same KV and all cores. Answers have a fixed length, and every turn sends the side's
+own earlier answers again. Several vLLM servers stand behind a round robin; ours are workers of one stack.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from bench.kit.context import Context
+from bench.kit.load import Answer, Target, complete, first_error
+from bench.kit.models import plain_folder
+from bench.kit.outcome import Outcome, Table
+from bench.kit.peers import VLLM_BLOCK_TOKENS, VLLM_VARIANTS, start_vllm
+from bench.kit.processes import available_cores
+from bench.kit.stacks import start_all, start_stack
+from bench.kit.stats import percentile
+from models.train_tiny_chat.stories import story_chat
+from shared.errors import ConfigError, InternalError
+from shared.gguf_files import cache_folder
+
+MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+_PATH, _BLOCK_TOKENS = "/v1/chat/completions", 16
+_CHARS_PER_TOKEN = 4.2
+_SYSTEM_TOKENS = (300, 600, 900)
+_AGENT_SHARE, _ABANDONED_SHARE = 0.6, 0.15
+_LONGEST_PAUSE_S, _DEADLINE_S = 6.0, 240.0
+_NO_HOST: Mapping[str, object] = {"worker.host_memory.cache_share": 0}
+SIDES: Mapping[str, tuple[float, Mapping[str, object]]] = {
+    "kvasir": (1.0, {}),
+    "device": (1.0, _NO_HOST),
+    "ample": (5.0, {}),
+    "as_stored": (1.0, {"worker.weights": "auto"}),
+}
+"""Times the KV, and settings, of our sides. `device` has no host memory, and `as_stored` the file's bits."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is said, how long the answer is, and the pause after it."""
+
+    text: str
+    answer_tokens: int
+    pause_s: float
+
+
+@dataclass(frozen=True)
+class Session:
+    """One conversation."""
+
+    system: str
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a side did with all sessions of a seed."""
+
+    tok_s: float
+    """Prompt and answer tokens of served requests per second."""
+    first_p50_s: float
+    first_p99_s: float
+    recomputed: float
+    """Share of prompt tokens that were computed again or for the first time."""
+    failed: int
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--peer", choices=("vllm", "none"), default="vllm", help="[%(default)s]")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="of ours [all; --quick kvasir]")
+    parser.add_argument("--servers", nargs="+", type=int, default=[1, 2], help="of each side [%(default)s]")
+    parser.add_argument("--seeds", type=int, help="[3; --quick 1]")
+    parser.add_argument("--sessions", type=int, help="for each server [14; --quick 3]")
+    parser.add_argument("--open", type=int, default=6, help="at once, for each server [%(default)s]")
+    parser.add_argument("--kv-tokens", type=int, default=4096, help="of each server [%(default)s]")
+    parser.add_argument("--model", help="a folder or GGUF file [SmolLM2-135M-Instruct]")
+    parser.add_argument("--vllm", choices=VLLM_VARIANTS, default="compiled-uni", help="[%(default)s]")
+
+
+def run(context: Context) -> Outcome:
+    """Run the bench. Raises ConfigError without the model or the peer, InternalError if requests fail."""
+    flags = context.arguments
+    model = Path(flags.model) if flags.model else cache_folder() / MODEL
+    if not model.exists():
+        raise ConfigError(f"{model} is missing: run `./kvasir models pull SmolLM2-135M-Instruct` first")
+    peer = flags.peer if not context.quick else "none"
+    sides = flags.sides or (["kvasir"] if context.quick else list(SIDES))
+    seeds = flags.seeds or (1 if context.quick else 3)
+    found: dict[tuple[int, str], list[Found]] = {}
+    for servers in flags.servers[: 1 if context.quick else None]:
+        for seed in range(context.seed, context.seed + seeds):
+            count = (flags.sessions or (3 if context.quick else 14)) * servers
+            sessions = list(drawn(random.Random(f"sessions/{seed}"), count, flags.kv_tokens))
+            names = [*(["vllm"] if peer == "vllm" else []), *sides]
+            for name in names[:: -1 if seed % 2 else 1]:
+                one = _measured(context, name, servers, model, sessions, seed)
+                found.setdefault((servers, name), []).append(one)
+                context.record({"servers": servers, "seed": seed, "side": name, **asdict(one)}, "sides.jsonl")
+                context.say(f"{servers} x {name}, seed {seed}: {one.tok_s:.0f} tokens/s")
+    return outcome(found)
+
+
+def drawn(dice: random.Random, count: int, most_tokens: int) -> Iterator[Session]:
+    """Yield sessions whose context stays below `most_tokens`."""
+    systems = [_text(dice, tokens) for tokens in _SYSTEM_TOKENS]
+    for _ in range(count):
+        system, is_agent = dice.choice(systems), dice.random() < _AGENT_SHARE
+        turns, left = list[Turn](), most_tokens - len(system) / _CHARS_PER_TOKEN - 400
+        for at in range(dice.randint(6, 12)):
+            tool = is_agent and at > 0
+            said, answer = dice.randint(60, 250) if tool else dice.randint(20, 80), dice.randint(24, 72)
+            pause_s = min(_LONGEST_PAUSE_S, dice.expovariate(2.0 if is_agent else 0.5))
+            left -= 1.2 * (said + answer)
+            if left < 0:
+                break
+            turns.append(Turn(_text(dice, said), answer, pause_s))
+        if dice.random() < _ABANDONED_SHARE:
+            turns = turns[: dice.randint(2, len(turns))]
+        yield Session(system, tuple(turns))
+
+
+def _text(dice: random.Random, tokens: int) -> str:
+    """Return about so many tokens of stories."""
+    chars, text = round(tokens * _CHARS_PER_TOKEN), ""
+    while len(text) < chars:
+        text += story_chat(dice).turns[-1][1] + " "
+    return text[:chars]
+
+
+def _measured(
+    context: Context, name: str, servers: int, model: Path, sessions: Sequence[Session], seed: int
+) -> Found:
+    flags, folder = context.arguments, context.run_dir / f"{servers}-{name}-{seed}"
+    at_once, threads = flags.open * servers, max(1, len(available_cores()) // servers)
+    with ExitStack() as running:
+        if name == "vllm":
+            folder.mkdir()
+            starts: list[Callable[[], Any]] = [
+                lambda core=core: start_vllm(
+                    folder / str(core),
+                    plain_folder(model),
+                    VLLM_VARIANTS[flags.vllm],
+                    engine_core=core * threads,
+                    threads=threads,
+                    caches=True,
+                    context_tokens=flags.kv_tokens,
+                    max_sequences=64,
+                    kv_blocks=flags.kv_tokens // VLLM_BLOCK_TOKENS,
+                )
+                for core in range(servers)
+            ]
+            targets = [server.target for server in start_all(starts, running)]
+        else:
+            times, settings = SIDES[name]
+            blocks = round(times * flags.kv_tokens) // _BLOCK_TOKENS
+            settings = {
+                "worker.weights": "fp32",
+                "worker.threads": threads,
+                "worker.kv_blocks": blocks,
+                **settings,
+            }
+            targets = [
+                running.enter_context(start_stack(folder, settings, model=model, workers=servers)).target
+            ]
+        targets = [replace(target, path=_PATH) for target in targets]
+        for target in targets:  # warms up
+            uvloop.run(_served([target], sessions[-1:], 1))
+        answers, elapsed_s = uvloop.run(_served(targets, sessions, at_once))
+    for answer in answers:
+        context.record({"side": name, "servers": servers, "seed": seed} | _told(answer))
+    served = [answer for answer in answers if answer.ok and answer.event_s]
+    if not served:
+        raise InternalError(f"{name} served nothing: {first_error(answers)}")
+    prompts = sum(answer.prompt_tokens for answer in served)
+    first_s = [answer.first_s for answer in served]
+    return Found(
+        (prompts + sum(answer.completion_tokens for answer in served)) / elapsed_s,
+        percentile(first_s, 50),
+        percentile(first_s, 99),
+        1 - sum(answer.cached_tokens for answer in served) / prompts,
+        len(answers) - len(served),
+    )
+
+
+def _told(answer: Answer) -> dict[str, Any]:
+    first_s = answer.first_s if answer.event_s else None
+    kept = ("prompt_tokens", "cached_tokens", "completion_tokens", "error")
+    return {
+        "first_s": first_s,
+        "took_s": answer.ended_s - answer.sent_s,
+        **{k: getattr(answer, k) for k in kept},
+    }
+
+
+async def _served(
+    targets: Sequence[Target], sessions: Sequence[Session], at_once: int
+) -> tuple[list[Answer], float]:
+    """Return all answers, and the seconds that all sessions took."""
+    gate, turns, answers = asyncio.Semaphore(at_once), cycle(targets), list[Answer]()
+    began_s = time.perf_counter()
+
+    async def hold(session: Session) -> None:
+        messages = [{"role": "system", "content": session.system}]
+        async with gate:
+            for turn in session.turns:
+                messages.append({"role": "user", "content": turn.text})
+                body = {"messages": messages, "max_tokens": turn.answer_tokens, "temperature": 0}
+                answer = await complete(next(turns), body | {"ignore_eos": True}, _DEADLINE_S)
+                answers.append(answer)
+                if not answer.ok:
+                    return
+                messages.append({"role": "assistant", "content": answer.text})
+                await asyncio.sleep(turn.pause_s)
+
+    await asyncio.gather(*map(hold, sessions))
+    return answers, time.perf_counter() - began_s
+
+
+def outcome(found: Mapping[tuple[int, str], Sequence[Found]]) -> Outcome:
+    """Return ratios per seed, their medians as figures with the worst beside them."""
+    figures, rows = dict[str, float](), list[tuple[Any, ...]]()
+    for (servers, name), many in found.items():
+        for seed, one in enumerate(many):
+            cells = (one.tok_s, one.first_p50_s, one.first_p99_s, one.recomputed, one.failed)
+            rows.append((f"{servers} x {name}", seed, *cells))
+        theirs = found.get((servers, "vllm"), ())
+        if name != "vllm" and theirs:
+            _note(figures, f"tok_s_vs_vllm_{name}_{servers}", many, theirs, lambda one: one.tok_s, min)
+            _note(
+                figures, f"ttft_p50_vs_vllm_{name}_{servers}", many, theirs, lambda one: one.first_p50_s, max
+            )
+            _note(
+                figures, f"ttft_p99_vs_vllm_{name}_{servers}", many, theirs, lambda one: one.first_p99_s, max
+            )
+        ample = found.get((servers, "ample"), ())
+        if name in ("kvasir", "device") and ample:
+            _note(figures, f"of_ample_{name}_{servers}", many, ample, lambda one: one.tok_s, min)
+    columns = ("side", "seed", "tokens/s", "first token p50, s", "p99, s", "recomputed", "failed")
+    failures = sum(one.failed for many in found.values() for one in many)
+    return Outcome(figures, failures, [Table("sessions", columns, rows)])
+
+
+def _note(
+    figures: dict[str, float],
+    name: str,
+    ours: Sequence[Found],
+    theirs: Sequence[Found],
+    value: Callable[[Found], float],
+    worst: Callable[[list[float]], float],
+) -> None:
+    ratios = [value(one) / value(other) for one, other in zip(ours, theirs, strict=True)]
+    figures[name] = statistics.median(ratios)
+    figures[f"{name}_worst"] = worst(ratios)
