@@ -69,6 +69,23 @@ class SteadyGroup:
         return len(self.sequences)
 
     @cached_property
+    def table_start(self) -> npt.NDArray[np.int32]:
+        """`[rows + 1]`: offset of each table in `blocks`, and the end of the last one."""
+        found = np.zeros(len(self) + 1, dtype=np.int32)
+        np.cumsum(self.table_blocks, out=found[1:])
+        return found
+
+    @cached_property
+    def rows(self) -> npt.NDArray[np.int32]:
+        """`[rows + 1]`: 0, 1, 2 and so on."""
+        return np.arange(len(self) + 1, dtype=np.int32)
+
+    @cached_property
+    def zeros(self) -> npt.NDArray[np.int32]:
+        """`[rows]`."""
+        return np.zeros(len(self), dtype=np.int32)
+
+    @cached_property
     def names(self) -> tuple[list[str], list[int], list[int], list[int]]:
         """Request, choice, attempt and number of cached prompt tokens of each sequence, for frames."""
         refs = self.refs

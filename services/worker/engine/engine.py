@@ -216,8 +216,8 @@ class TorchEngine:
         self, batch: DecodeBatch | None, rows: Sequence[Row], after: Int64s | None, before: Launched | None
     ) -> Launched:
         decodes = count = 0 if batch is None else len(batch)
-        tokens, positions, kept = array("q"), array("q"), array("q", range(count))
-        if batch is not None:
+        tokens, positions, kept = array("q"), array("q"), array("q", range(count if rows else 0))
+        if batch is not None and rows:
             tokens.frombytes(batch.tokens.tobytes())
             positions.frombytes(batch.first.tobytes())
         sampling, spans = [*range(count)], list[Span]()
@@ -248,11 +248,14 @@ class TorchEngine:
         masks = None
         if is_constrained and self._grammars is not None and not waits:
             masks = self._grammars.begin(points)
-        arrays = tokens, positions, kept
-        packed = [torch.frombuffer(each or _NONE, dtype=torch.int64)[: len(each)] for each in arrays]
+        if batch is not None and not rows:
+            packed = [torch.from_numpy(batch.tokens), torch.from_numpy(batch.first), torch.arange(count)]
+        else:
+            arrays = tokens, positions, kept
+            packed = [torch.frombuffer(each or _NONE, dtype=torch.int64)[: len(each)] for each in arrays]
         if before is not None and unknown:
             places, told = torch.tensor(unknown).T
-            packed[0] = to_device(packed[0], self._device)
+            packed[0] = to_device(packed[0].clone(), self._device)
             packed[0][to_device(places, self._device)] = before.tokens(told.numpy())
         logits, library = self._forward(*packed), self.attention.library
         if self.device_type == "cpu":

@@ -4,6 +4,7 @@ Its tokens stay on the device for the next step. If a grammar or a penalty needs
 the step is sampled when they are there: before the next step, or when the result is read."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,23 +33,29 @@ class Launched:
         self._rows, self._kept, self._choose, self._finish = rows, kept, choose, finish
         self._plain_rows = 0 if finish is not None else plain_rows
         self._chosen: Chosen | None = None
-        self._told = torch.empty(0)
+        self._told: Int64s = np.empty((2, 0), np.int64)
         self._copied: Any = None
         """The CUDA event after the copy to the host."""
 
     def choose(self) -> Chosen:
         """Launch the sampling, unless that was done."""
         if self._chosen is None:
-            with torch.inference_mode():
-                self._chosen = self._choose()
-                told = self._told = self._chosen.told()
-            if told.device.type == "cuda":  # A copy made later would wait for the step after this one.
-                self._told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-                self._told.copy_(told, non_blocking=True)
-                event: Any = torch.cuda.Event
-                self._copied = event()
-                self._copied.record()
+            with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
+                self._chosen = chosen = self._choose()
+                if chosen.tokens.device.type == "cuda":
+                    self._copy(chosen.told())
+                else:
+                    self._told = chosen.told_here()
         return self._chosen
+
+    def _copy(self, told: torch.Tensor) -> None:
+        """Begin the copy to the host; one made later would wait for the step after this one."""
+        copied = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+        copied.copy_(told, non_blocking=True)
+        event: Any = torch.cuda.Event
+        self._copied = event()
+        self._copied.record()
+        self._told = copied.numpy()
 
     def tokens(self, after: Int64s) -> torch.Tensor:
         """Return the tokens of these rows, int64 on the device."""
@@ -71,5 +78,5 @@ class Launched:
                 others[row - plain] = sampled
         if not plain:
             return others
-        tokens, are_finite = self._told[:, :plain].numpy()
+        tokens, are_finite = self._told[:, :plain]
         return StepTokens(np.where(are_finite, tokens, -1), others)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from services.worker.core.decodes import DecodeBatch
+from services.worker.core.decodes import DecodeBatch, Int64s
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.drawing import draw, draw_natively, wish_of
 from services.worker.engine.native.library import NativeDraw
@@ -256,7 +256,14 @@ class Chosen:
         """Return the tokens and whether each is one, int64 `[2, rows]`."""
         return torch.stack([self.tokens, self.highest.isfinite().to(self.tokens.dtype)])
 
-    def answers(self, told: torch.Tensor | None = None, first: int = 0) -> list[Sampled | None]:
+    def told_here(self) -> Int64s:
+        """The same on the host, of tokens that are there."""
+        told = np.empty((2, len(self.tokens)), np.int64)
+        told[0] = self.tokens.numpy()
+        np.isfinite(self.highest.float().numpy(), out=told[1], casting="unsafe")
+        return told
+
+    def answers(self, told: Int64s | None = None, first: int = 0) -> list[Sampled | None]:
         """Wait for the tokens from row `first` on. `told`: a copy of what that method returns."""
         logprobs: dict[int, TokenLogprobs] = {}
         if self.tops:

@@ -93,17 +93,40 @@ def pack_step(
     """`pack` the rows of a batch, if there is one, and then spans."""
     if batch is None:
         return pack(spans, block_tokens, locate)
-    group, count = batch.group, len(batch)
-    first, counts = batch.first.astype(np.int32), np.ones(count, dtype=np.int32)
-    lengths, blocks = group.table_blocks, group.blocks
-    if spans:
-        bounds = [(span.first_position, span.count, len(span.blocks)) for span in spans]
-        more = np.ascontiguousarray(np.array(bounds, dtype=np.int32).T)
-        first, counts, lengths = (
-            np.concatenate(each) for each in zip((first, counts, lengths), more, strict=True)
-        )
-        blocks = np.concatenate((blocks, joined([span.blocks for span in spans])))
+    group, first = batch.group, batch.first.astype(np.int32)
+    if not spans:
+        return _pack_decodes(batch, first, block_tokens, locate)
+    bounds = [(span.first_position, span.count, len(span.blocks)) for span in spans]
+    more = np.ascontiguousarray(np.array(bounds, dtype=np.int32).T)
+    ours = first, np.ones(len(batch), dtype=np.int32), group.table_blocks
+    first, counts, lengths = (np.concatenate(each) for each in zip(ours, more, strict=True))
+    blocks = np.concatenate((group.blocks, joined([span.blocks for span in spans])))
     return pack_arrays(first, counts, lengths, blocks, block_tokens, locate)
+
+
+def _pack_decodes(
+    batch: DecodeBatch, first: npt.NDArray[np.int32], block_tokens: int, locate: Locate | None
+) -> PackedSpans:
+    """`pack` a batch alone; the group has what stays the same from step to step."""
+    group, blocks = batch.group, batch.group.blocks
+    block, offset = np.divmod(first, block_tokens)
+    if int((group.table_blocks - block).min()) < 1:
+        raise ValueError("a table is too short for its position")
+    block += group.table_start[:-1]
+    if locate is not None:
+        blocks = locate(blocks, blocks[block])
+    slots = blocks[block].astype(np.int64)
+    slots *= block_tokens
+    slots += offset
+    return PackedSpans(
+        first_row=group.rows,
+        first_position=first,
+        table_start=group.table_start,
+        table_position=group.zeros,
+        key_end=first + 1,
+        blocks=blocks,
+        slots=slots,
+    )
 
 
 def starts(lengths: npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:

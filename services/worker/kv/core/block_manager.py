@@ -53,6 +53,7 @@ class Inventory:
         """Evictable device blocks that the host has too: they can leave without a copy."""
         self._orders = (self.device, self.host.order, self.disk.order, self.peers.order)
         self.orders = (*self._orders, self._saved)
+        self._by_tier = tuple(zip(Tier, self._orders, strict=True))
         self.shadows = Shadows(self, min(tiers.shadow_blocks, self.host.total))
         """Shadows on the host. They are in no order and are evicted first."""
         self._published: dict[int, Node] = {}
@@ -353,7 +354,7 @@ class Inventory:
                 lies_outside = at is not None and at < self.pool.ids and self.residency.is_outside(at)
                 assert node.is_outside == (lies_outside and is_kept)
             assert node.kept_slot is None or (node.keepers and node.places[Tier.HOST] is None)
-            for tier, order in zip(Tier, self._orders, strict=True):
+            for tier, order in self._by_tier:
                 is_ranked = node.is_loose(tier) and not node.is_shadow
                 assert (node in order) == is_ranked, "the order of eviction is out of step"
             assert (node in self._saved) == (
@@ -368,7 +369,7 @@ class Inventory:
             for order in self.orders:
                 order.discard(node)
             return
-        for tier, order in zip(Tier, self._orders, strict=True):
+        for tier, order in self._by_tier:
             if node.is_loose(tier) and not node.is_shadow:
                 order.add(node, group_of(node, tier))
             else:

@@ -55,9 +55,9 @@ class Node:
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         """Number of blocks before it."""
-        self.places: list[int | None] = [None] * len(Tier)
+        self.places = _NOWHERE.copy()
         self.children: dict[BlockHash, Node] = {}
-        self.kids = [0] * len(Tier)
+        self.kids = [0, 0, 0, 0]
         """Number of children with a place in each tier."""
         self.busy = 0
         """Number of users: sequences that hold or await it, its load, and children in use."""
