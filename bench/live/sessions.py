@@ -13,6 +13,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -146,20 +147,22 @@ def _measured(
     at_once, threads = flags.open * servers, max(1, len(available_cores()) // servers)
     with ExitStack() as running:
         if name == "vllm":
-            folder.mkdir()
-            starts: list[Callable[[], Any]] = [
-                lambda core=core: start_vllm(
-                    folder / str(core),
+            for at in range(servers):
+                (folder / str(at)).mkdir(parents=True)
+            starts = [
+                partial(
+                    start_vllm,
+                    folder / str(at),
                     plain_folder(model),
                     VLLM_VARIANTS[flags.vllm],
-                    engine_core=core * threads,
+                    engine_core=at * threads,
                     threads=threads,
                     caches=True,
                     context_tokens=flags.kv_tokens,
                     max_sequences=64,
                     kv_blocks=flags.kv_tokens // VLLM_BLOCK_TOKENS,
                 )
-                for core in range(servers)
+                for at in range(servers)
             ]
             targets = [server.target for server in start_all(starts, running)]
         else:
