@@ -85,6 +85,7 @@ _RECENT_REQUESTS = 4096
 """A tenant without a use in so many requests has no share."""
 _Entry = tuple[int, EvictionRank, int, Node]
 """Group, rank, number, node."""
+_NOT_IN_HEAP = -1
 
 
 class EvictionOrder(ABC):
@@ -156,27 +157,39 @@ class EvictionOrder(ABC):
     def preview(self) -> Iterator[Node]:
         """Iterate over nodes in the order of eviction, each unused node after its last child. The order must
         not change meanwhile."""
-        heaps = {
-            tenant: [entry for entry in heap if self._entry.get(entry[3]) == entry[2]]
-            for tenant, heap in self._heaps.items()
-        }
-        for heap in heaps.values():
-            heapq.heapify(heap)
+        ahead = {tenant: [(heap[0], 0)] for tenant, heap in self._heaps.items()}
         gone: Counter[Node] = Counter()
         owned = dict(self._owned)
         while owned:
-            tenant = min(self._over_share(owned), key=lambda name: heaps[name][0])
-            node = heapq.heappop(heaps[tenant])[3]
+            (_, _, _, node), tenant = min((self._first_of(x, ahead[x]), x) for x in self._over_share(owned))
+            self._step(tenant, ahead[tenant])
+            owned[tenant] -= 1
             yield node
             above = node.parent
             if above is not None and not above.busy:
                 gone[above] += 1
                 if gone[above] == above.kids[Tier.DEVICE]:
                     self._count += 1
-                    heapq.heappush(heaps[tenant], (0, self._ranked(above), self._count, above))
-            owned[tenant] = len(heaps[tenant])
+                    entry = (0, self._ranked(above), self._count, above)
+                    heapq.heappush(ahead[tenant], (entry, _NOT_IN_HEAP))
+                    owned[tenant] += 1
             if not owned[tenant]:
                 del owned[tenant]
+
+    def _first_of(self, tenant: str, ahead: list[tuple[_Entry, int]]) -> _Entry:
+        """Return the least entry that is `ahead` in a tenant's heap, which stays as it is: what was passed
+        leaves its children in the heap ahead. A first one costs as little in a large heap as in a small one."""
+        while True:
+            entry, at = ahead[0]
+            if at == _NOT_IN_HEAP or self._entry.get(entry[3]) == entry[2]:
+                return entry
+            self._step(tenant, ahead)
+
+    def _step(self, tenant: str, ahead: list[tuple[_Entry, int]]) -> None:
+        heap, (_, at) = self._heaps[tenant], heapq.heappop(ahead)
+        for child in (2 * at + 1, 2 * at + 2):
+            if at != _NOT_IN_HEAP and child < len(heap):
+                heapq.heappush(ahead, (heap[child], child))
 
     def pop(self) -> Node | None:
         """Remove and return the node to evict first; None when there is none."""

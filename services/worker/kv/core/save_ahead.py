@@ -1,8 +1,8 @@
 """Copies blocks to the host ahead of eviction, so that an eviction copies nothing. Pure.
 
-An eighth of the device is kept free or ready to leave: the host has a copy, or a copy is not worth it
-(`Inventory.is_worth_a_copy`). A block may be used, shared and evictable during its copy; its device block is
-free only after the copy. Several blocks share a copy, since each copy wakes a thread."""
+An eighth of the device, or 1,024 blocks, is kept free or ready to leave: the host has a copy, or a copy is
+not worth it (`Inventory.is_worth_a_copy`). A block may be used, shared and evictable during its copy; its
+device block is free only after the copy. Several blocks share a copy, since each copy wakes a thread."""
 
 from collections import deque
 from functools import partial
@@ -13,7 +13,8 @@ from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.tier_copier import BlockMover, Store
 
 _SHARE = 8
-"""One block in so many is kept ready."""
+"""One block in so many is kept ready, up to `_MOST_READY`: each costs the engine's thread some time."""
+_MOST_READY = 1024
 _MOST_TOGETHER = 8
 """Maximum number of blocks in a copy; an eviction of one waits for all."""
 _MOST_ADOPTED = 4
@@ -110,7 +111,7 @@ class SaveAhead:
 
     def _choose(self) -> bool:
         """Choose the next blocks to copy; whether there are any."""
-        goal = min(self._books.pool.total_blocks // _SHARE, self._books.host.total // 2)
+        goal = min(self._books.pool.total_blocks // _SHARE, self._books.host.total // 2, _MOST_READY)
         if not goal or (self.ready_blocks > goal - goal // 4 and not self._books.is_behind):
             return False
         self._books.is_behind = False
