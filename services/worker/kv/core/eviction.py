@@ -177,8 +177,8 @@ class EvictionOrder(ABC):
                 del owned[tenant]
 
     def _first_of(self, tenant: str, ahead: list[tuple[_Entry, int]]) -> _Entry:
-        """Return the least entry that is `ahead` in a tenant's heap, which stays as it is: what was passed
-        leaves its children in the heap ahead. A first one costs as little in a large heap as in a small one."""
+        """Return the least entry that is `ahead` in a tenant's heap, which stays as it is. An entry that is
+        passed puts its children ahead, so that the first ones cost little in a large heap, too."""
         while True:
             entry, at = ahead[0]
             if at == _NOT_IN_HEAP or self._entry.get(entry[3]) == entry[2]:
