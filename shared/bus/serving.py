@@ -3,6 +3,7 @@ module. nats-py would drop the subscription at a `CancelledError`. The caller ge
 never the text of another exception."""
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import time
@@ -427,3 +428,5 @@ async def _drain(subscription: Subscription | None, link: Link, deadline_s: floa
                 await subscription.unsubscribe()
     except (TimeoutError, nats.errors.Error) as error:
         _log.warning("%s was left with undelivered messages: %r", subscription.subject, error)
+        with contextlib.suppress(nats.errors.Error):  # or the next connection would subscribe it again
+            await subscription.unsubscribe()

@@ -120,6 +120,29 @@ def run_on_uvloop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         runner.run(main())
 
 
+async def test_who_left_while_the_server_hung_hears_nothing_of_the_next_one(
+    connect_bus: ConnectBus, nats_server: NatsServer
+) -> None:
+    """Its wish to leave went down with the connection; a client that renews subscriptions must not renew its."""
+    bus = await connect_bus("desk", "desk-0", drain_timeout_s=1.0)
+    caller = await connect_bus("tester", "tester-0")
+    before, after = Desk(), Desk()
+    before.gate.clear()  # Whoever asks it waits for ever.
+    await bus.attach(HANDLERS, before)
+    nats_server.freeze()
+    await bus.detach(HANDLERS, before)
+    nats_server.kill()
+    await until(lambda: not bus.connected and not caller.connected)
+    nats_server.start()
+    await until(lambda: bus.connected and caller.connected)
+    await bus.attach(HANDLERS, after)
+    for number in range(20):
+        await caller.request(ASK, Question(number=number), Answer, deadline_s=5)
+        await caller.publish(NOTED, Note(number=number))
+    await until(lambda: len(after.noted) == 20)
+    assert before.noted == [] and before.running == 0
+
+
 async def test_what_waits_to_be_sent_is_bounded(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
     bus = await connect_bus("desk", "desk-0", outbound_buffer_bytes=20_000)
     desk = Desk()
