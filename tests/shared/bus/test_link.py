@@ -123,7 +123,7 @@ def run_on_uvloop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def test_who_left_while_the_server_hung_hears_nothing_of_the_next_one(
     connect_bus: ConnectBus, nats_server: NatsServer
 ) -> None:
-    """Its wish to leave went down with the connection; a client that renews subscriptions must not renew its."""
+    """Its wish to leave went down with the connection, and a new connection renews subscriptions."""
     bus = await connect_bus("desk", "desk-0", drain_timeout_s=1.0)
     caller = await connect_bus("tester", "tester-0")
     before, after = Desk(), Desk()
