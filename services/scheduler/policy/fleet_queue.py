@@ -1,7 +1,8 @@
 """The fleet's queue of requests that wait for a worker, shared by the live scheduler and the simulator.
 
 The order: the least served tenant (`policy/tenants.py`), the lower priority, requests that can still be in
-time, the policy's `queue_key`. Only a share of started work may pass older work. Only a few requests wait at each worker (`core/backlog.py:Feed`).
+time, the policy's `queue_key`. Only a share of started work may pass older work. Only a few requests wait at
+each worker (`core/backlog.py:Feed`).
 
     a (100 s of work) came first, then b and c (1 s each); one place is free → b goes, c goes, until the work
     that has passed a exceeds the share of all started work; then a goes, before any d.
