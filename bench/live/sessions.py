@@ -1,13 +1,12 @@
 """`python -m bench sessions`: agents and chats of many turns, with KV for a quarter of what is open.
 
-Sessions share system prompts, send tools' results between turns, pause, and some are abandoned. Both sides
-compute in fp32 with the same KV and all cores. Answers have a fixed length, and every turn sends the side's
-own earlier answers again. Several vLLM servers stand behind a round robin; ours are workers of one stack.
+Sessions share system prompts, send the results of tools between turns, and pause. Some end early. Both sides
+have the same KV and all cores. Answers have a fixed length, and each turn repeats the side's own earlier
+answers. Several vLLM servers are behind a round robin; ours are workers of one stack.
 """
 
 import asyncio
 import random
-import statistics
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +23,10 @@ from bench.kit.context import Context
 from bench.kit.load import Answer, Target, complete, first_error
 from bench.kit.models import plain_folder
 from bench.kit.outcome import Outcome, Table
-from bench.kit.peers import VLLM_BLOCK_TOKENS, VLLM_VARIANTS, start_vllm
+from bench.kit.peers import FASTEST, VLLM_BLOCK_TOKENS, VLLM_VARIANTS, start_vllm
 from bench.kit.processes import available_cores
 from bench.kit.stacks import start_all, start_stack
-from bench.kit.stats import percentile
+from bench.kit.stats import median_of_ratios, percentile, with_interval
 from models.train_tiny_chat.stories import story_chat
 from shared.errors import ConfigError, InternalError
 from shared.gguf_files import cache_folder
@@ -45,12 +44,19 @@ SIDES: Mapping[str, tuple[float, Mapping[str, object]]] = {
     "ample": (5.0, {}),
     "as_stored": (1.0, {"worker.weights": "auto"}),
 }
-"""Times the KV, and settings, of our sides. `device` has no host memory, and `as_stored` the file's bits."""
+"""Our sides: multiple of the KV, and settings beside fp32 weights. `device` has no tier on the host, `ample`
+memory for everything open, and `as_stored` the weights as the model file has them, our default."""
+_OF_AMPLE = ("kvasir", "device")
+_FIGURES: Mapping[str, Callable[["Found"], float]] = {
+    "tok_s": lambda one: one.tok_s,
+    "ttft_p50": lambda one: one.first_p50_s,
+    "ttft_p99": lambda one: one.first_p99_s,
+}
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What is said, how long the answer is, and the pause after it."""
+    """A message, the length of its answer, and the pause after it."""
 
     text: str
     answer_tokens: int
@@ -67,15 +73,26 @@ class Session:
 
 @dataclass(frozen=True)
 class Found:
-    """What a side did with all sessions of a seed."""
+    """Result of a side with all sessions of one seed."""
 
     tok_s: float
     """Prompt and answer tokens of served requests per second."""
     first_p50_s: float
     first_p99_s: float
-    recomputed: float
-    """Share of prompt tokens that were computed again or for the first time."""
+    computed: float
+    """Share of prompt tokens that the prefix cache did not have."""
+    again: float
+    """Share of prompt tokens computed again: an earlier turn of the session had computed them."""
     failed: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A turn that was sent."""
+
+    answer: Answer
+    known_tokens: int
+    """Tokens of the prompt that the turn before had computed."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -87,7 +104,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--open", type=int, default=6, help="at once, for each server [%(default)s]")
     parser.add_argument("--kv-tokens", type=int, default=4096, help="of each server [%(default)s]")
     parser.add_argument("--model", help="a folder or GGUF file [SmolLM2-135M-Instruct]")
-    parser.add_argument("--vllm", choices=VLLM_VARIANTS, default="compiled-uni", help="[%(default)s]")
+    parser.add_argument("--vllm", choices=VLLM_VARIANTS, default=FASTEST, help="[%(default)s]")
 
 
 def run(context: Context) -> Outcome:
@@ -128,7 +145,7 @@ def drawn(dice: random.Random, count: int, most_tokens: int) -> Iterator[Session
                 break
             turns.append(Turn(_text(dice, said), answer, pause_s))
         if dice.random() < _ABANDONED_SHARE:
-            turns = turns[: dice.randint(2, len(turns))]
+            turns = turns[: dice.randint(1, max(1, len(turns)))]
         yield Session(system, tuple(turns))
 
 
@@ -178,22 +195,30 @@ def _measured(
                 running.enter_context(start_stack(folder, settings, model=model, workers=servers)).target
             ]
         targets = [replace(target, path=_PATH) for target in targets]
-        for target in targets:  # warms up
-            uvloop.run(_served([target], sessions[-1:], 1))
-        answers, elapsed_s = uvloop.run(_served(targets, sessions, at_once))
-    for answer in answers:
-        context.record({"side": name, "servers": servers, "seed": seed} | _told(answer))
-    served = [answer for answer in answers if answer.ok and answer.event_s]
+        warm = list(drawn(random.Random(f"sessions/{seed}/warm"), 1, flags.kv_tokens))
+        for target in targets:
+            uvloop.run(_served([target], [replace(warm[0], turns=warm[0].turns[:2])], 1))
+        taken, elapsed_s = uvloop.run(_served(targets, sessions, at_once))
+    for one in taken:
+        told = {"side": name, "servers": servers, "seed": seed, "known_tokens": one.known_tokens}
+        context.record(told | _told(one.answer))
+    return found_of(name, taken, elapsed_s)
+
+
+def found_of(name: str, taken: Sequence[Taken], elapsed_s: float) -> Found:
+    """Return the result of a side. Raises InternalError if it served nothing."""
+    served = [one for one in taken if one.answer.ok and one.answer.event_s]
     if not served:
-        raise InternalError(f"{name} served nothing: {first_error(answers)}")
-    prompts = sum(answer.prompt_tokens for answer in served)
-    first_s = [answer.first_s for answer in served]
+        raise InternalError(f"{name} served nothing: {first_error([one.answer for one in taken])}")
+    prompts = sum(one.answer.prompt_tokens for one in served)
+    first_s = [one.answer.first_s for one in served]
     return Found(
-        (prompts + sum(answer.completion_tokens for answer in served)) / elapsed_s,
-        percentile(first_s, 50),
-        percentile(first_s, 99),
-        1 - sum(answer.cached_tokens for answer in served) / prompts,
-        len(answers) - len(served),
+        tok_s=(prompts + sum(one.answer.completion_tokens for one in served)) / elapsed_s,
+        first_p50_s=percentile(first_s, 50),
+        first_p99_s=percentile(first_s, 99),
+        computed=1 - sum(one.answer.cached_tokens for one in served) / prompts,
+        again=sum(max(0, one.known_tokens - one.answer.cached_tokens) for one in served) / prompts,
+        failed=len(taken) - len(served),
     )
 
 
@@ -209,60 +234,53 @@ def _told(answer: Answer) -> dict[str, Any]:
 
 async def _served(
     targets: Sequence[Target], sessions: Sequence[Session], at_once: int
-) -> tuple[list[Answer], float]:
-    """Return all answers, and the seconds that all sessions took."""
-    gate, turns, answers = asyncio.Semaphore(at_once), cycle(targets), list[Answer]()
+) -> tuple[list[Taken], float]:
+    """Return all turns, and the seconds that all sessions took."""
+    gate, turns, taken = asyncio.Semaphore(at_once), cycle(targets), list[Taken]()
     began_s = time.perf_counter()
 
     async def hold(session: Session) -> None:
-        messages = [{"role": "system", "content": session.system}]
+        messages, known_tokens = [{"role": "system", "content": session.system}], 0
         async with gate:
             for turn in session.turns:
                 messages.append({"role": "user", "content": turn.text})
                 body = {"messages": messages, "max_tokens": turn.answer_tokens, "temperature": 0}
                 answer = await complete(next(turns), body | {"ignore_eos": True}, _DEADLINE_S)
-                answers.append(answer)
+                taken.append(Taken(answer, known_tokens))
                 if not answer.ok:
                     return
+                known_tokens = answer.prompt_tokens + answer.completion_tokens
                 messages.append({"role": "assistant", "content": answer.text})
                 await asyncio.sleep(turn.pause_s)
 
     await asyncio.gather(*map(hold, sessions))
-    return answers, time.perf_counter() - began_s
+    return taken, time.perf_counter() - began_s
 
 
 def outcome(found: Mapping[tuple[int, str], Sequence[Found]]) -> Outcome:
-    """Return ratios per seed, their medians as figures with the worst beside them."""
+    """Return ratios within a seed: the median, its interval over seeds, and the worst seed."""
     figures, rows = dict[str, float](), list[tuple[Any, ...]]()
     for (servers, name), many in found.items():
-        for seed, one in enumerate(many):
-            cells = (one.tok_s, one.first_p50_s, one.first_p99_s, one.recomputed, one.failed)
-            rows.append((f"{servers} x {name}", seed, *cells))
-        theirs = found.get((servers, "vllm"), ())
+        rows += [(f"{servers} x {name}", seed, *asdict(one).values()) for seed, one in enumerate(many)]
+        theirs, ample = (found.get((servers, other), ()) for other in ("vllm", "ample"))
         if name != "vllm" and theirs:
-            _note(figures, f"tok_s_vs_vllm_{name}_{servers}", many, theirs, lambda one: one.tok_s, min)
-            _note(
-                figures, f"ttft_p50_vs_vllm_{name}_{servers}", many, theirs, lambda one: one.first_p50_s, max
-            )
-            _note(
-                figures, f"ttft_p99_vs_vllm_{name}_{servers}", many, theirs, lambda one: one.first_p99_s, max
-            )
-        ample = found.get((servers, "ample"), ())
-        if name in ("kvasir", "device") and ample:
-            _note(figures, f"of_ample_{name}_{servers}", many, ample, lambda one: one.tok_s, min)
-    columns = ("side", "seed", "tokens/s", "first token p50, s", "p99, s", "recomputed", "failed")
+            for figure, value in _FIGURES.items():
+                figures |= _ratio(f"{figure}_vs_vllm_{name}_{servers}", many, theirs, value)
+        if name in _OF_AMPLE and ample:
+            figures |= _ratio(f"of_ample_{name}_{servers}", many, ample, _FIGURES["tok_s"])
+    columns = ("side", "seed", "tokens/s", "first token p50, s", "p99, s", "computed", "again", "failed")
     failures = sum(one.failed for many in found.values() for one in many)
-    return Outcome(figures, failures, [Table("sessions", columns, rows)])
+    notes = [
+        "tokens/s: prompts and answers of served requests; computed: share of prompt tokens not cached",
+        "again: share of prompt tokens that an earlier turn of the session had computed",
+        "FIGURE_vs_vllm_SIDE_SERVERS: median ratio within a seed; _low and _high: 95 % interval over seeds",
+    ]
+    return Outcome(figures, failures, [Table("sessions", columns, rows)], notes)
 
 
-def _note(
-    figures: dict[str, float],
-    name: str,
-    ours: Sequence[Found],
-    theirs: Sequence[Found],
-    value: Callable[[Found], float],
-    worst: Callable[[list[float]], float],
-) -> None:
-    ratios = [value(one) / value(other) for one, other in zip(ours, theirs, strict=True)]
-    figures[name] = statistics.median(ratios)
-    figures[f"{name}_worst"] = worst(ratios)
+def _ratio(
+    name: str, ours: Sequence[Found], theirs: Sequence[Found], value: Callable[[Found], float]
+) -> dict[str, float]:
+    pair = [value(one) for one in ours], [value(one) for one in theirs]
+    worst = (max if name.startswith("ttft") else min)(a / b for a, b in zip(*pair, strict=True))
+    return with_interval(name, *pair, median_of_ratios) | {f"{name}_worst": worst}

@@ -1,0 +1,61 @@
+"""`bench sessions`: what is drawn, what counts as computed again, ratios, and a short run."""
+
+from itertools import chain
+from random import Random
+
+import pytest
+
+from bench.kit.load import Answer
+from bench.live.sessions import Found, Taken, drawn, found_of, outcome
+from shared.errors import InternalError
+
+KV_TOKENS = 4096
+
+
+def taken(prompt: int, cached: int, known: int, error: str = "") -> Taken:
+    answer = Answer(
+        1.0, [] if error else [1.5], 2.0, 10, prompt_tokens=prompt, cached_tokens=cached, error=error
+    )
+    return Taken(answer, known)
+
+
+def test_sessions_are_equal_for_a_seed_share_systems_and_stay_below_the_context() -> None:
+    one, again, other = (list(drawn(Random(seed), 60, KV_TOKENS)) for seed in (1, 1, 2))
+    assert one == again != other
+    assert len({session.system for session in one}) == 3
+    assert {len(session.turns) for session in one} >= {6, 12}, "whole ones"
+    assert min(len(session.turns) for session in one) < 6, "abandoned ones"
+    for session in chain(one, drawn(Random(3), 60, KV_TOKENS // 2)):
+        words = session.system + "".join(turn.text for turn in session.turns)
+        assert (
+            session.turns and len(words) / 4.2 + sum(turn.answer_tokens for turn in session.turns) < KV_TOKENS
+        )
+        assert all(0 <= turn.pause_s <= 6 for turn in session.turns)
+
+
+def test_tokens_that_an_earlier_turn_computed_count_as_computed_again() -> None:
+    found = found_of(
+        "ours", [taken(100, 0, 0), taken(200, 50, 110), taken(200, 190, 110), taken(0, 0, 9, "no")], 2.0
+    )
+    assert found == Found(265.0, 0.5, 0.5, computed=1 - 240 / 500, again=60 / 500, failed=1)
+    with pytest.raises(InternalError, match="ours served nothing: no"):
+        found_of("ours", [taken(0, 0, 9, "no")], 2.0)
+
+
+def test_ratios_are_taken_within_a_seed_and_the_worst_is_the_slowest() -> None:
+    def many(*tok_s: float) -> list[Found]:
+        return [Found(each, 1 / each, 2 / each, 0.1, 0.1, 1) for each in tok_s]
+
+    found = outcome({(1, "vllm"): many(1, 2, 4), (1, "kvasir"): many(2, 6, 8), (1, "ample"): many(4, 6, 8)})
+    figures = found.figures
+    assert found.failures == 9 and len(found.tables[0].rows) == 9
+    assert [figures[f"tok_s_vs_vllm_kvasir_1{end}"] for end in ("", "_worst", "_low", "_high")] == [
+        2,
+        2,
+        2,
+        3,
+    ]
+    assert [figures[f"ttft_p99_vs_vllm_kvasir_1{end}"] for end in ("", "_worst")] == [0.5, 0.5]
+    assert [figures[f"of_ample_kvasir_1{end}"] for end in ("", "_worst")] == [1.0, 0.5]
+    assert not any("vllm_vllm" in name or "ample_ample" in name for name in figures)
+    assert not outcome({(1, "kvasir"): many(1.0)}).figures, "nothing to compare with"
