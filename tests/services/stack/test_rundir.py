@@ -31,7 +31,7 @@ from services.stack.obstructions import (
     running_already,
 )
 from services.stack.process import ChildProcess
-from services.stack.rundir import ROOT, RunDirectory
+from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildSpec
 from shared.errors import ConfigError
 from shared.subjects import OPERATOR
