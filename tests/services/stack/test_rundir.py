@@ -309,8 +309,8 @@ def test_two_stacks_that_start_at_once_do_not_choose_the_same_port_for_nats(
         "print(obstructions.choose_nats_port(None, print), flush=True); sys.stdin.read()"
     )
     said: list[str] = []
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes) as first:
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe) as first:
         assert first.stdout is not None and first.stdout.readline() == f"{port}\n"
         assert choose_nats_port(None, said.append) != port and "taken by another stack" in said[0]
         first.communicate(timeout=PATIENCE_S)
