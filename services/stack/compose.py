@@ -1,9 +1,9 @@
 """`python -m services.stack.compose [FOLDER [INSTANCE …]]`: write the secrets for docker-compose.yml.
 
-Writes an environment file with the NATS password of each instance, nats-server's configuration and
-certificate, and the API key. Existing secrets are kept, so it can run again, also to add instances. Only the
-owner can open the folder. Files mounted into containers are readable by all, because containers run as
-another user.
+Writes an environment file with the NATS password of each instance (those of workers in a folder of their
+own), nats-server's configuration and certificate, and the API key. Existing secrets are kept, so it can run
+again, also to add instances. Only the owner can open the folder. Files mounted into containers are readable
+by all, because containers run as another user.
 """
 
 import argparse
@@ -26,9 +26,9 @@ NATS_CONFIG, KEY_FILE = "nats.conf", "api_key"
 _HOST = "nats"
 """Service name in docker-compose.yml."""
 _URL = f"tls://{_HOST}:4222"
-_GATEWAYS = 2
-OF_PROFILES = ("worker-gpu-0",)
-"""Instances of the compose file that only a profile starts."""
+POOL = "workers"
+_GATEWAYS, _WORKERS = 2, 16
+"""Names prepared; a worker's container takes a free one (`services.stack.container`)."""
 _MOUNTED = Certificate(*(Path("/run/secrets", name) for name in ("nats_cert", "nats_key", "nats_ca")))
 """Paths inside the containers."""
 _STORE = Path("/data/nats")
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m services.stack.compose", description="The secrets that docker-compose.yml reads."
     )
     parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER, help="[deploy/secrets]")
-    parser.add_argument("instances", nargs="*", help="beside those of the compose file, such as worker-2")
+    parser.add_argument("instances", nargs="*", help="beside those of the compose file, such as worker-16")
     arguments = parser.parse_args(argv)
     try:
         write_secrets(arguments.folder, *arguments.instances)
@@ -56,8 +56,8 @@ def write_secrets(folder: Path, *more: str) -> None:
     """Write all secrets to `folder`, for compose instances, earlier ones and `more`. Raise ConfigError for an
     invalid instance name or a configuration that nats-server rejects."""
     try:
-        config = StackConfig(gateways=_GATEWAYS)
-        instances = [*config.instances, *OF_PROFILES, *(name for name in more if subjects.service_of(name))]
+        config = StackConfig(gateways=_GATEWAYS, workers=_WORKERS)
+        instances = [*config.instances, *(name for name in more if subjects.service_of(name))]
     except ValueError as error:
         raise ConfigError(str(error)) from None
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,10 +68,16 @@ def write_secrets(folder: Path, *more: str) -> None:
     _write_mounted(folder / NATS_CONFIG, here)
     access = replace(access, certificate=_MOUNTED)
     _write(folder / KEY_FILE, f"{access.credentials.api_key}\n")
+    (folder / POOL).mkdir(exist_ok=True)
+    (folder / POOL).chmod(0o755)
     for instance in access.credentials.nats_passwords:
-        if instance != subjects.OPERATOR:
-            own = _own(subjects.service_of(instance), access)
-            _write_env(folder / f"{instance}.env", access.environment(instance) | own)
+        if instance == subjects.OPERATOR:
+            continue
+        service = subjects.service_of(instance)
+        path = folder / (POOL if service == "worker" else "") / f"{instance}.env"
+        _write_env(path, access.environment(instance) | _own(service, access))
+        if service == "worker":
+            path.chmod(0o644)
 
 
 def _certificate(folder: Path) -> Certificate:
@@ -96,10 +102,11 @@ def _write_mounted(path: Path, here: Certificate) -> None:
 
 
 def _own(service: str, access: BusAccess) -> dict[str, str]:
-    """Return the gateway's variables: the hash of the API key, not the key."""
+    """Return the gateway's variables: the hash of the API key, which opens /ui as well, not the key."""
     if service != "gateway":
         return {}
-    return {f"{ENV_PREFIX}GATEWAY__API_KEY_SHA256": json.dumps([access.credentials.api_key_sha256])}
+    hashes = json.dumps([access.credentials.api_key_sha256])
+    return {f"{ENV_PREFIX}GATEWAY__{of}_KEY_SHA256": hashes for of in ("API", "ADMIN")}
 
 
 def _write_env(path: Path, variables: dict[str, str]) -> None:

@@ -1,8 +1,9 @@
 """`python -m services.stack.healthcheck NAME`: health check that runs inside a container.
 
-NAME is `nats` or an instance such as `worker-1`. For the gateway it queries /ready on the operator port, for
-nats-server the greeting, which needs no password. For other services it requests their status over the bus,
-as their own NATS user. It prints the reply and exits 0, or the reason and exits 1.
+NAME is `nats`, an instance such as `gateway-1`, or `worker` for the name that this container took. For the
+gateway it queries /ready on the operator port, for nats-server the greeting, which needs no password. For
+other services it requests their status over the bus, as their own NATS user. It prints the reply and exits 0,
+or the reason and exits 1.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     """Return exit code 0, 1 (unhealthy) or 2 (usage error)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) != 1:
-        print("usage: python -m services.stack.healthcheck nats|INSTANCE", file=sys.stderr)
+        print("usage: python -m services.stack.healthcheck nats|worker|INSTANCE", file=sys.stderr)
         return 2
     logging.getLogger("kvasir").addHandler(logging.NullHandler())  # only the printed line is kept
     try:
@@ -49,6 +50,11 @@ async def answer(name: str, environ: Mapping[str, str]) -> str:
     unknown name."""
     if name == "nats":
         return await _nats(_bus_config(environ))
+    if name == "worker":
+        from services.stack.container import with_own_name
+
+        environ = with_own_name(environ)
+        name = environ[f"{ENV_PREFIX}BUS__USER"]
     try:
         service = subjects.service_of(name)
     except ValueError as error:

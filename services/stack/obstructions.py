@@ -91,6 +91,7 @@ def _responsible(pid: int) -> PortOwner:
 
 
 DEFAULT_NATS_PORT = 4222
+_claims: dict[int, socket.socket] = {}
 _PATIENCE_S = 2.0
 """Time for a stack that was just killed to release its ports."""
 
@@ -123,16 +124,32 @@ def choose_port(port: int, flag: str = "--port", taken: Collection[int] = ()) ->
 def choose_nats_port(port: int | None, say: Callable[[str], None]) -> int:
     """Return NATS's port: as given (0: any), else the default if free, else any. Raise Obstructed."""
     if port is None:
-        if is_free(DEFAULT_NATS_PORT):
+        if is_free(DEFAULT_NATS_PORT) and _claimed(DEFAULT_NATS_PORT):
             return DEFAULT_NATS_PORT
         chosen = free_port()
-        say(f"port {DEFAULT_NATS_PORT} is taken by {owner(DEFAULT_NATS_PORT)}; NATS goes to {chosen}")
+        holder = "another stack" if is_free(DEFAULT_NATS_PORT) else str(owner(DEFAULT_NATS_PORT))
+        say(f"port {DEFAULT_NATS_PORT} is taken by {holder}; NATS goes to {chosen}")
         return chosen
     if port == 0:
         return free_port()
     if not _free_soon(port):
         raise _taken(port, "NATS", "--nats-port")
     return port
+
+
+def _claimed(port: int) -> bool:
+    """Reserve a port among this machine's stacks until this process ends; return False if another stack has
+    it. nats-server binds later, so two stacks that start at once would both find the port free."""
+    if port in _claims:
+        return True
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0kvasir-port-{port}")
+    except OSError as error:  # without abstract sockets (they are Linux's), nothing is reserved
+        claim.close()
+        return error.errno != errno.EADDRINUSE
+    _claims[port] = claim
+    return True
 
 
 def _free_soon(port: int) -> bool:

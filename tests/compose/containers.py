@@ -19,6 +19,9 @@ from tests.stack.running import ROOT
 
 HOST_NETWORK = "deploy/compose.host-network.yml"
 IMAGE = "kvasir-compose-test"
+MODEL = "harbour"
+"""Folder of a copy of Tiny Chat."""
+WORKERS = 4
 _COMMAND_S = 1800
 """A build downloads packages."""
 _POLL_S = 0.5
@@ -57,6 +60,8 @@ class Project:
     host_network: bool
     folder: Path
     """For its secrets."""
+    models: Path
+    """Holds the folder of the model."""
     name: str = field(default_factory=lambda: f"kvasirtest{secrets.token_hex(3)}")
     port: int = field(default_factory=free_port)
     nats_port: int = field(default_factory=free_port)
@@ -84,26 +89,34 @@ class Project:
         argv = [*self.compose, "--project-name", self.name, *named, *words]
         subprocess.run(argv, cwd=ROOT, env=self._environment(), check=True, timeout=_COMMAND_S)
 
+    def up(self, *overrides: str) -> None:
+        """Start what does not run. Raises CalledProcessError."""
+        self.run("up", "--detach", "--scale", f"worker={WORKERS}", overrides=overrides)
+
     def container(self, service: str) -> str:
-        """Its id. Raises AssertionError when there is not exactly one."""
+        """Its id, for a worker by the name it took. Raises KeyError, or AssertionError when there is not
+        exactly one."""
+        if service.startswith("worker-"):
+            return self.workers()[service]
         found = self.containers(f"label=com.docker.compose.service={service}")
         assert len(found) == 1, f"{service}: {found}"
         return found[0]
+
+    def workers(self) -> dict[str, str]:
+        """Containers of workers by the name they took."""
+        return {taken_name(one): one for one in self.containers("label=com.docker.compose.service=worker")}
 
     def containers(self, *filters: str) -> list[str]:
         """Ids of this project's containers, ended ones too."""
         wanted = (f"label=com.docker.compose.project={self.name}", *filters)
         return docker("ps", "--all", "--quiet", "--no-trunc", *(f"--filter={one}" for one in wanted)).split()
 
-    def state(self, service: str) -> dict[str, Any]:
-        """What Docker knows of the container."""
-        details: dict[str, Any] = json.loads(docker("inspect", self.container(service)))[0]
-        return details
-
     def health(self, service: str) -> str:
-        """`healthy`, `starting`, `unhealthy`, or why it does not run."""
-        state = self.state(service)["State"]
-        return str(state["Health"]["Status"] if state["Running"] else state["Status"])
+        """`healthy`, `starting`, `unhealthy`, or why it does not run; of all containers of a service."""
+        found = self.containers(f"label=com.docker.compose.service={service}")
+        states = [state_of(container)["State"] for container in found]
+        told = {s["Health"]["Status"] if s["Running"] else s["Status"] for s in states}
+        return ", ".join(sorted(told)) or "not there"
 
     def status(self, service: str, instance: str) -> dict[str, Any]:
         """What an instance says of itself on the bus, asked from inside its container."""
@@ -129,6 +142,8 @@ class Project:
             **({} if has_bridge() else {"KVASIR_BUILD_NETWORK": "host"}),
             "KVASIR_IMAGE": IMAGE,
             "KVASIR_SECRETS": str(self.folder),
+            "KVASIR_MODELS": str(self.models),
+            "KVASIR_MODEL": MODEL,
             "KVASIR_PORT": str(self.port),
             "KVASIR_NATS_PORT": str(self.nats_port),
             "KVASIR_OPERATOR_PORT": str(self.operator_port),
@@ -141,6 +156,19 @@ class Project:
 def has_bridge() -> bool:
     """Whether the daemon has its usual network, in which images are built."""
     return "bridge" in docker("network", "ls", "--format", "{{.Name}}").split()
+
+
+def state_of(container: str) -> dict[str, Any]:
+    """What Docker knows of it."""
+    details: dict[str, Any] = json.loads(docker("inspect", container))[0]
+    return details
+
+
+def taken_name(container: str) -> str:
+    """The name that a worker's container took; empty if it does not run."""
+    asked = ("docker", "exec", container, "readlink", "/tmp/kvasir-worker.env")
+    told = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False).stdout
+    return Path(told.strip()).stem
 
 
 def docker(*words: str) -> str:

@@ -94,7 +94,7 @@ def command_of(
         return text
 
     env = {key: here(value) for key, value in env.items()} | {
-        "KVASIR_INSTANCE_FILE": str(folder / f"{name}.env")
+        "KVASIR_INSTANCE_FILE": str(next(folder.rglob(f"{name}.env")))
     }
     return [here(word) for word in container["command"]], env
 
@@ -115,7 +115,7 @@ async def test_the_commands_of_its_pods_serve_a_chat(tmp_path: Path) -> None:
     for secret, name in (("tls/server-key.pem", "nats_key"), ("tls/ca.pem", "nats_ca")):
         (run / name).write_bytes((folder / secret).read_bytes())
     (run / "nats_conf").write_text((run / "nats_conf").read_text().replace("/data", str(tmp_path)))
-    for path in folder.glob("*.env"):
+    for path in folder.rglob("*.env"):
         text = path.read_text().replace("tls://nats:4222", f"tls://localhost:{nats}")
         path.write_text(text.replace("/run/secrets", str(run)))
     places = {"/etc/kvasir": str(config), "/run/secrets": str(run), "0.0.0.0": "127.0.0.1", "4222": str(nats)}

@@ -295,6 +295,9 @@ def _known(error: Exception, request: Request) -> KvasirError:
     if not isinstance(error, HTTPException):
         return InternalError(str(error))
     where = f"{request.method} {request.url.path}"
+    if error.status_code == 404 and request.url.path.endswith(("/rerank", "/score")):
+        text = "no model served here ranks or scores texts: compare their vectors from /v1/embeddings"
+        return HttpError(501, text, error_code="not_supported")
     if error.status_code == 404:
         return HttpError(404, f"there is nothing at {where}", error_code="unknown_url")
     if error.status_code == 405:

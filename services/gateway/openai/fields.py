@@ -223,7 +223,8 @@ def table() -> str:
 
 _HEAD = """# Fields of a request
 
-Fields of `POST /v1/chat/completions`, `POST /v1/completions` and `POST /v1/embeddings`.
+Fields of `POST /v1/chat/completions`, `POST /v1/completions` and `POST /v1/embeddings`. `/v1/rerank` and
+`/v1/score` answer 501: Kvasir serves no rerankers.
 
 A field that is in none of these tables has no effect, at the top of a body and in the objects inside it. The
 answer's header `x-kvasir-ignored` names up to 32 such fields, and the metric `kvasir_gateway_ignored_total`

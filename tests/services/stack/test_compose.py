@@ -11,14 +11,14 @@ import yaml
 from cryptography import x509
 
 from services.gateway.config import GatewayConfig
-from services.stack.compose import OF_PROFILES, main, write_secrets
+from services.stack.compose import POOL, main, write_secrets
 from services.stack.config import StackConfig
 from services.worker.config import WorkerConfig
 from shared.config import load
 
 ROOT = Path(__file__).resolve().parents[3]
 GATEWAYS = {"gateway", "gateway-1"}
-STACK = {"nats", "scheduler", "predictor", "placement", "ledger", "worker-0", "worker-1", *GATEWAYS}
+STACK = {"nats", "scheduler", "predictor", "placement", "ledger", "worker", *GATEWAYS}
 
 
 def variables(path: Path) -> dict[str, str]:
@@ -38,26 +38,27 @@ def services_of(file: str) -> dict[str, dict[str, Any]]:
 
 def test_an_instance_is_told_its_own_password_and_nobody_elses(tmp_path: Path) -> None:
     """Not the operator's either: health checks run as who they check."""
-    write_secrets(tmp_path / "s", "worker-2")
+    write_secrets(tmp_path / "s", "worker-16")
     passwords = json.loads((tmp_path / "s" / "credentials.json").read_text())["nats_passwords"]
-    files = {path.stem for path in (tmp_path / "s").glob("*.env")}
-    assert files == {*StackConfig(gateways=2).instances, *OF_PROFILES, "worker-2"}
-    for instance in files:
-        text = (tmp_path / "s" / f"{instance}.env").read_text()
+    files = {path.stem: path for path in (tmp_path / "s").rglob("*.env")}
+    assert files.keys() == {*StackConfig(gateways=2, workers=17).instances}
+    for instance, path in files.items():
+        text = path.read_text()
+        assert path.parent.name == (POOL if instance.startswith("worker-") else "s")
         assert {user for user, password in passwords.items() if password in text} == {instance}
-        own = variables(tmp_path / "s" / f"{instance}.env")
+        own = variables(path)
         assert own["KVASIR_BUS__USER"] == instance and own["KVASIR_BUS__PASSWORD"] == passwords[instance]
         assert own["KVASIR_BUS__URL"].startswith("tls://")
         assert own["KVASIR_BUS__TLS_CA"] == "/run/secrets/nats_ca"
 
 
 def test_instances_are_added_and_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path), "worker-2"]) == 0
+    assert main([str(tmp_path), "worker-16"]) == 0
     before = json.loads((tmp_path / "credentials.json").read_text())
-    assert main([str(tmp_path), "worker-3"]) == 0
+    assert main([str(tmp_path), "worker-17"]) == 0
     after = json.loads((tmp_path / "credentials.json").read_text())
     assert after["nats_passwords"].items() > before["nats_passwords"].items()
-    assert '"worker-2"' in (tmp_path / "nats.conf").read_text()
+    assert '"worker-16"' in (tmp_path / "nats.conf").read_text()
     assert main([str(tmp_path), "janitor-0"]) == 2 and "janitor-0" in capsys.readouterr().err
 
 
@@ -73,12 +74,14 @@ def test_secrets_are_kept_and_private(tmp_path: Path, capsys: pytest.CaptureFixt
     folder = tmp_path / "s"
     assert main([str(folder)]) == 0
     first = {path.name: path.read_text() for path in files_of(folder)}
-    (folder / "worker-0.env").chmod(0o666)
+    (folder / "ledger-0.env").chmod(0o666)
     assert main([str(folder)]) == 0 and {path.name: path.read_text() for path in files_of(folder)} == first
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *files_of(folder))}
     assert modes.pop("s") == 0o700
-    mounted = ("nats.conf", "server.pem", "server-key.pem", "ca.pem")
+    mounted: tuple[str, ...] = ("nats.conf", "server.pem", "server-key.pem", "ca.pem")
+    mounted += tuple(name for name in modes if name.startswith("worker-"))
     assert {modes.pop(name) for name in mounted} == {0o644} and set(modes.values()) == {0o600}
+    assert stat.S_IMODE((folder / POOL).stat().st_mode) == 0o755  # mounted itself
     shown = capsys.readouterr().out
     assert str(folder / "api_key") in shown and first["api_key"].strip() not in shown
 
@@ -89,10 +92,10 @@ def test_every_container_is_fenced_in_and_asked_how_it_is(tmp_path: Path) -> Non
     assert set(services) == STACK
     for name, service in services.items():
         assert service["init"] and service["read_only"] and service["cap_drop"] == ["ALL"], name
-        asked = name if name == "nats" or name[-1].isdigit() else f"{name}-0"
+        asked = name if name in ("nats", "worker") or name[-1].isdigit() else f"{name}-0"
         assert service["healthcheck"]["test"][-2:] == ["services.stack.healthcheck", asked]
         env_files = [Path(one).name for one in service.get("env_file", ())]
-        assert env_files == ([] if name == "nats" else [f"{asked}.env"])
+        assert env_files == ([] if name in ("nats", "worker") else [f"{asked}.env"])
         assert all((tmp_path / one).exists() for one in env_files), name
         waited_for = {} if name == "nats" else service["depends_on"]
         assert waited_for.keys() == (STACK - GATEWAYS if name in GATEWAYS else {"nats"} - {name})
@@ -144,20 +147,21 @@ def test_the_profile_gpu_is_a_worker_like_the_others_with_a_device(tmp_path: Pat
     write_secrets(tmp_path)
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     (name,) = (name for name, one in services.items() if one.get("profiles") == ["gpu"])
-    assert (name,) == OF_PROFILES
-    service, other = services[name], services["worker-0"]
-    told = {"profiles", "image", "build", "command", "env_file", "environment", "deploy", "healthcheck"}
+    service, other = services[name], services["worker"]
+    told = {"profiles", "image", "build", "command", "environment", "deploy", "healthcheck", "scale"}
     assert {key: one for key, one in service.items() if key not in told} == {
         key: one for key, one in other.items() if key not in told
     }
     assert (ROOT / service["build"]["dockerfile"]).exists()
-    assert service["healthcheck"]["test"][-1] == name == service["command"][-1]
-    assert (tmp_path / Path(service["env_file"][0]).name).exists()
+    assert service["healthcheck"]["test"][-1] == "worker" == service["command"][-1]
+    assert service["environment"].items() > other["environment"].items()
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
-    environ = {key: re.sub(r"\$\{\w+:-(.*)\}", r"\1", one) for key, one in service["environment"].items()}
+    environ = {
+        key: re.sub(r"\$\{\w+:-(.*)\}", r"\1", one or "") for key, one in service["environment"].items()
+    }
     made = load(WorkerConfig, "worker", [], environ)
-    assert (made.engine, made.device, made.vllm.eager) == ("vllm", "cuda", False)
+    assert (made.engine, made.device, made.dtype, made.vllm.eager) == ("vllm", "cuda", "auto", False)
 
 
 def test_monitoring_reads_the_operator_s_listener_where_it_is() -> None:
@@ -166,6 +170,8 @@ def test_monitoring_reads_the_operator_s_listener_where_it_is() -> None:
     assert set(watching) == {"prometheus", "grafana"}
     for name, service in watching.items():
         assert service["read_only"] and service["cap_drop"] == ["ALL"], name
+        image, digest = service["image"].rstrip("}").split("@sha256:")
+        assert re.search(r":v?\d+\.\d+\.\d+$", image) and re.fullmatch("[0-9a-f]{64}", digest)
         assert all((ROOT / mount.split(":")[0]).exists() for mount in service["volumes"] if mount[0] == ".")
     assert watching["prometheus"]["network_mode"] == "service:gateway"
     scraped = yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yml").read_text())["scrape_configs"][0]

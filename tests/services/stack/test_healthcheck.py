@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def environment(folder: Path, instance: str, port: int) -> dict[str, str]:
-    lines = (folder / f"{instance}.env").read_text().splitlines() if instance != "nats" else ()
+    lines = [line for file in folder.rglob(f"{instance}.env") for line in file.read_text().splitlines()]
     here = {
         "KVASIR_BUS__URL": f"tls://127.0.0.1:{port}",
         "KVASIR_BUS__TLS_CA": str(folder / "tls" / "ca.pem"),

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -294,6 +295,26 @@ def test_nats_moves_aside_unless_told_where_to_be(taken_port: int, monkeypatch: 
     monkeypatch.setattr(obstructions, "DEFAULT_NATS_PORT", taken_port)
     chosen = choose_nats_port(None, said.append)
     assert chosen not in (0, taken_port) and f"NATS goes to {chosen}" in said[0]
+
+
+def test_two_stacks_that_start_at_once_do_not_choose_the_same_port_for_nats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing listens on it yet: the first one has only chosen it."""
+    port = obstructions.free_port()
+    monkeypatch.setattr(obstructions, "DEFAULT_NATS_PORT", port)
+    code = (
+        "import sys; from services.stack import obstructions; "
+        f"obstructions.DEFAULT_NATS_PORT = {port}; "
+        "print(obstructions.choose_nats_port(None, print), flush=True); sys.stdin.read()"
+    )
+    said: list[str] = []
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe) as first:
+        assert first.stdout is not None and first.stdout.readline() == f"{port}\n"
+        assert choose_nats_port(None, said.append) != port and "taken by another stack" in said[0]
+        first.communicate(timeout=PATIENCE_S)
+    assert choose_nats_port(None, said.append) == port == choose_nats_port(None, said.append)
 
 
 def test_a_second_start_is_told_how_to_stop_the_first(tmp_path: Path) -> None:

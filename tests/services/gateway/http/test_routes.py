@@ -48,6 +48,8 @@ BAD_BODIES: list[tuple[bytes, int, str | None]] = [
 
 OTHER_ADDRESSES = [
     ("GET", "/nothing", 404, "unknown_url"),
+    ("POST", "/v1/rerank", 501, "not_supported"),
+    ("POST", "/v1/score", 501, "not_supported"),
     ("GET", "/v1/models/", 404, "model_not_found"),
     ("GET", "/redoc", 404, "unknown_url"),
     ("GET", CHAT, 405, "method_not_allowed"),
