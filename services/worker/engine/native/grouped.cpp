@@ -153,9 +153,12 @@ inline __m256i four_bytes(const int8_t* from) {
   return _mm256_set1_epi32(word);
 }
 
-// Adds one group's products of kRows rows to sums [kRows][16].
+template <int kRows>
+using Sums = __m256[kRows][2];  // as many as possible stay in registers
+
+// Adds one group's products of kRows rows.
 template <class F, int kRows>
-inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, float* sums) {
+inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, Sums<kRows>& sums) {
   __m256i products[kRows][2] = {};
   const int64_t groups = inputs / kGroup, group = first / kGroup;
   if constexpr (F::kBits == 4) {
@@ -208,19 +211,20 @@ inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, i
     for (int row = 0; row < kRows; ++row) {
       const __m256 own = _mm256_set1_ps(a.scales[row * groups + group]);
       const __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(products[row][v]), own);
-      float* at = sums + row * kColumns + 8 * v;
-      __m256 sum = _mm256_fmadd_ps(product, scale, _mm256_loadu_ps(at));
+      sums[row][v] = _mm256_fmadd_ps(product, scale, sums[row][v]);
       if constexpr (F::kHasLeast)
-        sum = _mm256_fmadd_ps(least, _mm256_set1_ps(a.sums[row * groups + group]), sum);
-      _mm256_storeu_ps(at, sum);
+        sums[row][v] = _mm256_fmadd_ps(least, _mm256_set1_ps(a.sums[row * groups + group]), sums[row][v]);
     }
   }
 }
 
 #else
 
+template <int kRows>
+using Sums = float[kRows][kColumns];
+
 template <class F, int kRows>
-inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, float* sums) {
+inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, Sums<kRows>& sums) {
   const int64_t groups = inputs / kGroup, group = first / kGroup;
   for (int row = 0; row < kRows; ++row) {
     int32_t products[kColumns] = {};
@@ -240,7 +244,7 @@ inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, i
     const uint8_t* scales = record + F::kNumbers;
     const float own = a.scales[row * groups + group], total = a.sums[row * groups + group];
     for (int column = 0; column < kColumns; ++column) {
-      float& sum = sums[row * kColumns + column];
+      float& sum = sums[row][column];
       sum = std::fma(static_cast<float>(products[column]) * own, scale_of<F>(scales, column), sum);
       if constexpr (F::kHasLeast) sum = std::fma(scale_of<F>(scales + F::kScales, column), total, sum);
     }
@@ -252,12 +256,13 @@ inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, i
 // Also prefetches the memory `ahead` bytes further on.
 template <class F, int kRows>
 void multiply_tile(const uint8_t* panel, int64_t ahead, const Rounded& a, int32_t inputs, float* sums) {
-  std::memset(sums, 0, sizeof(float) * kRows * kColumns);
+  Sums<kRows> own = {};
   for (int32_t first = 0; first < inputs; first += F::kInputs, panel += F::kBytes) {
     if (ahead)
       for (int line = 0; line < F::kBytes; line += 64) __builtin_prefetch(panel + ahead + line);
-    add_group<F, kRows>(panel, a, inputs, first, sums);
+    add_group<F, kRows>(panel, a, inputs, first, own);
   }
+  std::memcpy(sums, own, sizeof own);
 }
 
 template <class F>
