@@ -109,11 +109,8 @@ class Matrix(ctypes.Structure):
 class WeightBlocks(Protocol):
     """Weights of a file by the names of the module's parameters."""
 
-    def kind(self, name: str) -> str:
-        """Return the name of a tensor's type."""
-
-    def blocks(self, name: str) -> torch.Tensor:
-        """Return the blocks of a quantised matrix, uint8 `[outputs, bytes]`."""
+    def matrix(self, name: str) -> Grouped | torch.Tensor:
+        """Return a matrix in the file's bits, or in fp32 if no kernel has them."""
 
     def values(self, name: str) -> torch.Tensor:
         """Return a tensor in fp32."""
@@ -287,9 +284,7 @@ def _experts(
 def _weights(values: torch.Tensor, name: str, precision: Precision) -> torch.Tensor | Grouped:
     file = precision.file
     if precision.bits is None:
-        if file is None:
-            return values
-        return grouped.of_blocks(file.kind(name), file.blocks(name)) or file.values(name)
+        return values if file is None else file.matrix(name)
     values = values.detach().float() if file is None else file.values(name)
     if values.shape[1] % grouped.GROUP:
         return values

@@ -146,6 +146,9 @@ class FromModule(WeightBlocks):
         data = gguf_rig.quantised(self.kind(name), self._values[name].numpy())
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(self._values[name]), -1)
 
+    def matrix(self, name: str) -> grouped.Grouped | torch.Tensor:
+        return grouped.of_blocks(self.kind(name), self.blocks(name)) or self.values(name)
+
     def values(self, name: str) -> torch.Tensor:
         if self.kind(name) == "F32":
             return self._values[name]
