@@ -57,7 +57,7 @@ _UNKNOWN_ARCHITECTURE = ("does not recognize this architecture", "Unrecognized c
 _ASK_S = 10.0
 _SMALL = (".json", ".jinja", ".txt", ".model")
 _TOKEN = "set HF_TOKEN to a token of an account that may read it (docs/models.md)"
-BITS = {"int8": 8, "int4": 4}
+BITS = {"bf16": 16, "int8": 8, "int4": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

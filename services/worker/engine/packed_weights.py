@@ -51,7 +51,8 @@ class PackedWeights:
             stem = "model.embed_tokens"
         names = {part: f"{stem}.{part}" for part in _PARTS if f"{stem}.{part}" in self._files}
         parts = {part: self._files[full].get_tensor(full) for part, full in names.items()}
-        if (plain := parts.get("weight")) is not None and len(parts) == 1 and plain.is_floating_point():
+        plain: torch.Tensor | None = parts.get("weight")
+        if plain is not None and len(parts) == 1 and plain.is_floating_point():
             return plain.float()
         if not parts and name in self._files:  # a bias
             values: torch.Tensor = self._files[name].get_tensor(name)
@@ -102,7 +103,7 @@ def _gptq(parts: _Parts, zero_shift: int) -> _Read:
 
 def _awq(parts: _Parts, _: int) -> _Read:
     numbers, zeros = (
-        _unpacked(parts[name], 4).unflatten(-1, (-1, 8))[..., _AWQ_ORDER].flatten(-2).T
+        _unpacked(parts[name], 4).reshape(len(parts[name]), -1, 8)[..., _AWQ_ORDER].flatten(-2).T
         for name in ("qweight", "qzeros")
     )
     return numbers, parts["scales"].T, zeros, 4, None

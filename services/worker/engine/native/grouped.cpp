@@ -375,6 +375,8 @@ void grouped_pack(int32_t kind, const uint8_t* numbers, const float* scales, con
 void matrix_row(const Matrix* matrix, int64_t output, float* row) {
   if (matrix->kind == MATRIX_FLOATS)
     return gemm_unpack_row(static_cast<const float*>(matrix->data), matrix->inputs, output, row);
+  if (matrix->kind == MATRIX_HALVES)
+    return gemm_unpack_row_halves(static_cast<const uint16_t*>(matrix->data), matrix->inputs, output, row);
   if (matrix->kind == MATRIX_ROWS) {
     const float* from = static_cast<const float*>(matrix->data) + output * matrix->inputs;
     std::copy(from, from + matrix->inputs, row);
@@ -401,10 +403,9 @@ int64_t matrix_scratch(int32_t inputs) { return inputs / 2 + inputs / kGroup * 2
 
 void matrix_multiply(const Matrix* matrix, const float* a, int64_t a_stride, float* c, int64_t c_stride, int32_t rows,
                      int32_t epilogue, int32_t threads, float* scratch) {
-  if (matrix->kind == MATRIX_FLOATS) {
-    const GemmCall call{a,        a_stride,        static_cast<const float*>(matrix->data), c, c_stride, rows,
-                        matrix->outputs, matrix->inputs, epilogue, threads};
-    return gemm(&call);
+  if (matrix->kind == MATRIX_FLOATS || matrix->kind == MATRIX_HALVES) {
+    const GemmCall call{a, a_stride, matrix->data, c, c_stride, rows, matrix->outputs, matrix->inputs, epilogue, threads};
+    return matrix->kind == MATRIX_FLOATS ? gemm(&call) : gemm_halves(&call);
   }
   with_form(matrix->kind, [&](auto form) {
     multiply_grouped<decltype(form)>(*matrix, a, a_stride, c, c_stride, rows, epilogue, threads, scratch);

@@ -38,6 +38,41 @@ KVASIR_INLINE Vec load(const uint16_t* from) {
 }
 KVASIR_INLINE void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
 
+// A register of the machine: compilers keep wider vectors in memory.
+#if defined(KVASIR_AVX512)
+constexpr int PART_LANES = 16;
+#elif defined(__AVX__)
+constexpr int PART_LANES = 8;
+#else
+constexpr int PART_LANES = 4;
+#endif
+constexpr int PARTS = LANES / PART_LANES;
+typedef float Part __attribute__((vector_size(PART_LANES * 4)));
+typedef uint32_t WordPart __attribute__((vector_size(PART_LANES * 4)));
+typedef uint16_t HalfPart __attribute__((vector_size(PART_LANES * 2)));
+
+// One by one: a copy of all of them goes through memory.
+KVASIR_INLINE void load_parts(const float* from, Part (&parts)[PARTS]) {
+  for (int p = 0; p < PARTS; p++) {
+    Part part;
+    std::memcpy(&part, from + p * PART_LANES, sizeof part);
+    parts[p] = part;
+  }
+}
+KVASIR_INLINE void store_parts(float* to, const Part (&parts)[PARTS]) {
+  for (int p = 0; p < PARTS; p++) {
+    const Part part = parts[p];
+    std::memcpy(to + p * PART_LANES, &part, sizeof part);
+  }
+}
+KVASIR_INLINE void load_parts(const uint16_t* from, Part (&parts)[PARTS]) {
+  for (int p = 0; p < PARTS; p++) {
+    HalfPart halves;
+    std::memcpy(&halves, from + p * PART_LANES, sizeof halves);
+    parts[p] = (Part)(__builtin_convertvector(halves, WordPart) << 16);
+  }
+}
+
 // Loads the first `lanes` of sixteen values; the others are zero and not read.
 KVASIR_INLINE Vec load_some(const float* from, int lanes) {
 #ifdef KVASIR_AVX512

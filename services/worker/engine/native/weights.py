@@ -5,8 +5,9 @@
 import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -121,7 +122,7 @@ class Precision:
     """Bits of the weights, and the file that has them if the module has not."""
 
     bits: int | None = None
-    """8 or 4 for weights rounded at load; None: as the file has them."""
+    """16 (bf16), 8 or 4 for weights rounded at load; None: as the file has them."""
     file: WeightBlocks | None = None
 
 
@@ -156,9 +157,11 @@ class ModelWeights:
 
 
 class WeightPacker:
-    """Packs matrices of fp32 or grouped weights into arenas that grow with them."""
+    """Packs matrices of fp32 or grouped weights into arenas that grow with them, those of fp32 in bf16 if
+    `halves`."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, *, halves: bool = False) -> None:
+        self._halves = halves
         self._gemm, self._library = Gemm(library), library
         self._arena, self._left = Arena(1), 0
         self.held: list[torch.Tensor] = []
@@ -168,8 +171,8 @@ class WeightPacker:
         """Return a packed matrix `[outputs, inputs]`."""
         if isinstance(weights, torch.Tensor):
             outputs, inputs = weights.shape
-            self._reserve(self._gemm.packed_floats(outputs, inputs))
-            return self._described(self._gemm.pack([weights], self._arena), grouped.FLOATS, outputs, inputs)
+            size = self._gemm.packed_floats(outputs, inputs)
+            return self._floats(partial(self._gemm.pack, [weights]), size, outputs, inputs)
         return self._grouped(weights, weights.numbers.shape[0])
 
     def pack_pair(self, gate: torch.Tensor | Grouped, up: torch.Tensor | Grouped) -> Matrix:
@@ -182,10 +185,19 @@ class WeightPacker:
             return self._grouped(both, outputs)
         assert isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor)
         outputs, inputs = gate.shape
-        self._reserve(self._gemm.packed_pair_floats(outputs, inputs))
-        return self._described(
-            self._gemm.pack_pair(gate, up, self._arena), grouped.FLOATS, outputs, inputs, 2
-        )
+        size = self._gemm.packed_pair_floats(outputs, inputs)
+        return self._floats(partial(self._gemm.pack_pair, gate, up), size, outputs, inputs, 2)
+
+    def _floats(
+        self, pack: Callable[[Arena], torch.Tensor], size: int, outputs: int, inputs: int, times: int = 1
+    ) -> Matrix:
+        if not self._halves:
+            self._reserve(size)
+            return self._described(pack(self._arena), grouped.FLOATS, outputs, inputs, times)
+        self._reserve(-(-size // 32) * 16)
+        packed = self._arena.take(-(-size // 32) * 16)
+        packed.view(torch.bfloat16)[:size] = pack(Arena(size))
+        return self._described(packed, grouped.HALVES, outputs, inputs, times)
 
     def rows(self, values: torch.Tensor) -> Matrix:
         """Return fp32 `[outputs, inputs]` of which rows are read only."""
@@ -226,7 +238,8 @@ def pack(
     library: ctypes.CDLL, module: Any, positions: int, *, release: bool, precision: Precision = AS_STORED
 ) -> ModelWeights:
     """Return the packed weights of a module of a known family, and its rotations up to `positions`."""
-    packer, family, body = WeightPacker(library), family_of(module), module.model
+    packer = WeightPacker(library, halves=precision.bits == 16)
+    family, body = family_of(module), module.model
     layers = []
     for index, layer in enumerate(body.layers):
         own = LayerWeights()
@@ -261,7 +274,8 @@ def pack(
     embedding = head
     if not tied:
         found = _weights(embedded, "model.embed_tokens.weight", precision)
-        embedding = packer.pack(found) if isinstance(found, Grouped) else packer.rows(found.detach())
+        is_packed = isinstance(found, Grouped) or precision.bits == 16
+        embedding = packer.pack(found) if is_packed else packer.rows(found.detach())
     if release:
         _release([module.lm_head, body.embed_tokens] if tied or precision.file else [module.lm_head])
     rotations = _rotations(module, positions)
@@ -286,7 +300,7 @@ def _weights(values: torch.Tensor, name: str, precision: Precision) -> torch.Ten
     if precision.bits is None:
         return values if file is None else file.matrix(name)
     values = values.detach().float() if file is None else file.values(name)
-    if values.shape[1] % grouped.GROUP:
+    if precision.bits == 16 or values.shape[1] % grouped.GROUP:
         return values
     is_table = name in ("lm_head.weight", "model.embed_tokens.weight")
     return grouped.of_values(values, 8 if is_table else precision.bits)

@@ -56,7 +56,7 @@ def awq(shape: torch.Size, size: int = 32) -> Packed:
     numbers, scales, zeros = drawn(shape, 4, size)
     parts = {}
     for name, columns in (("qweight", numbers.T), ("qzeros", zeros.T)):
-        parts[name] = words(columns.unflatten(1, (-1, 8))[..., list(_COLUMNS)].flatten(1), 4)
+        parts[name] = words(columns.reshape(len(columns), -1, 8)[..., list(_COLUMNS)].flatten(1), 4)
     order = torch.arange(shape[1]) // size
     return parts | {"scales": scales.T}, valued(numbers, scales, zeros, order)
 
