@@ -53,7 +53,7 @@ class WorkerConfig(ModelServiceConfig):
     )
     weights: Literal["auto", "fp32", "bf16", "int8", "int4"] = Field(
         default="auto",
-        description="bits of matrices on a CPU; auto: as a GGUF file has them, else dtype; fp32: widened",
+        description="bits of matrices on a CPU; auto: as a packed file has them, else dtype; fp32: widened",
     )
     device: str = Field(
         default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="torch device: cpu, cuda or cuda:N"

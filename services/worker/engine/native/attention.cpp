@@ -259,28 +259,33 @@ struct Operator {
   void soften(const Tile& tile, const Column* columns, int count, int query, Workspace& work) const {
     float* scores = work.scores + query * CHUNK;
     const int row = query / tile.heads, first = first_key(tile, row), end = end_key(tile, row);
-    Vec highest = broadcast(NEGATIVE_INFINITY);
+    Part highest[PARTS];
+    for (int p = 0; p < PARTS; p++) highest[p] = Part{} + NEGATIVE_INFINITY;
     for (int c = 0; c < count; c++) {
-      Vec score = load(scores + c * LANES);
-      if (call.softcap != 0) score = call.softcap * tanh(score * (1 / call.softcap));
       int from = first - columns[c].position, until = std::min(columns[c].lanes, end - columns[c].position);
-      if (from > 0 || until < LANES) score = within(score, from, until, NEGATIVE_INFINITY);
-      store(scores + c * LANES, score);
-      highest = larger(highest, score);
+      if (call.softcap != 0 || from > 0 || until < LANES) {
+        Vec score = load(scores + c * LANES);
+        if (call.softcap != 0) score = call.softcap * tanh(score * (1 / call.softcap));
+        store(scores + c * LANES, within(score, from, until, NEGATIVE_INFINITY));
+      }
+      Part score[PARTS];
+      load_parts(scores + c * LANES, score);
+      for (int p = 0; p < PARTS; p++) highest[p] = highest[p] > score[p] ? highest[p] : score[p];
     }
-    const float before = work.highest[query], now = std::max(before, largest(highest));
+    const float before = work.highest[query], now = std::max(before, largest(joined(highest)));
     // No key seen yet: any finite reference gives zero weights, and keeps NaN.
     const float reference = now == NEGATIVE_INFINITY ? 0.0f : now;
-    Vec total = {};
+    Part total[PARTS] = {};
     for (int c = 0; c < count; c++) {
-      Vec weight = exp(load(scores + c * LANES) - reference);
-      store(scores + c * LANES, weight);
-      total += weight;
+      Part weight[PARTS];
+      load_parts(scores + c * LANES, weight);
+      for (int p = 0; p < PARTS; p++) total[p] += weight[p] = exp_lanes<Part, WordPart>(weight[p] - reference);
+      store_parts(scores + c * LANES, weight);
     }
     const float decay = now == before ? 1.0f : std::exp(before - now);
     work.highest[query] = now;
     work.decay[query] = decay;
-    work.total[query] = work.total[query] * decay + added(total);
+    work.total[query] = work.total[query] * decay + added(joined(total));
   }
 
   void store_outputs(const Tile& tile, const Workspace& work) const {
