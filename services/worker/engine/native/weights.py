@@ -274,8 +274,10 @@ def pack(
     embedding = head
     if not tied:
         found = _weights(embedded, "model.embed_tokens.weight", precision)
-        is_packed = isinstance(found, Grouped) or precision.bits == 16
-        embedding = packer.pack(found) if is_packed else packer.rows(found.detach())
+        if isinstance(found, torch.Tensor) and precision.bits != 16:
+            embedding = packer.rows(found.detach())
+        else:
+            embedding = packer.pack(found)
     if release:
         _release([module.lm_head, body.embed_tokens] if tied or precision.file else [module.lm_head])
     rotations = _rotations(module, positions)

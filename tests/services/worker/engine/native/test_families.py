@@ -179,6 +179,17 @@ def test_a_files_bits_are_computed_as_the_values_that_they_stand_for(name: str, 
     assert (whole == cut).float().mean() > 0.9
 
 
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "MixtralForCausalLM"])
+def test_bf16_weights_are_computed_in_fp32(name: str) -> None:
+    module = make_module(name, tie_word_embeddings=False)
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.bfloat16().float()
+    wanted = expected(module)
+    found = logits(replace(describe(module), precision=Precision(16)), release=True)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize("weights", BITS)
 def test_a_folders_weights_are_rounded_at_load(weights: str) -> None:
     exact = load(str(TINY_CHAT), dtype="float32", device="cpu")
