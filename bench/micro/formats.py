@@ -25,7 +25,7 @@ from shared.messages.sequence import Sampling
 from shared.tokenizer_files import load_tokenizer
 
 _CHUNK, _BLOCK_TOKENS, _REPEATS = 512, 16, 8
-_FORMATS = ("fp32", "auto", "int8", "int4")
+_FORMATS = ("fp32", "auto", "bf16", "int8", "int4")
 _BATCHES = (1, 8, 32)
 
 

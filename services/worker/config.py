@@ -51,9 +51,9 @@ class WorkerConfig(ModelServiceConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="float32", description="of weights and KV; auto: the checkpoint's"
     )
-    weights: Literal["auto", "fp32", "int8", "int4"] = Field(
+    weights: Literal["auto", "fp32", "bf16", "int8", "int4"] = Field(
         default="auto",
-        description="bits of matrices on a CPU; auto: as a GGUF file has them, else dtype; fp32: widened",
+        description="bits of matrices on a CPU; auto: as a packed file has them, else dtype; fp32: widened",
     )
     device: str = Field(
         default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="torch device: cpu, cuda or cuda:N"

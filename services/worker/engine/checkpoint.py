@@ -43,7 +43,7 @@ def checkpoint_digest(model: str, dtype: str) -> str:
     """Return the hex digest of a local or downloaded model and the dtype that it is computed in.
 
     Tensors count by name, shape, dtype and CRC-32, not by file. Raises OSError for unreadable files."""
-    folder = _local(model)
+    folder = local_folder(model)
     head = json.dumps(canonical(read_json(folder / "config.json")), sort_keys=True)
     digest = blake2b(f"{head}\n{dtype}\n".encode(), digest_size=16)
     for line in sorted(_tensors(folder)):
@@ -62,7 +62,8 @@ def stored_dtype(model: str) -> str:
     return next((str(name) for name in said if name), "float32")
 
 
-def _local(model: str) -> Path:
+def local_folder(model: str) -> Path:
+    """Return the folder of a local or downloaded model. Raises OSError if it is not downloaded."""
     source = source_of(model)
     if isinstance(source, Path):
         return source

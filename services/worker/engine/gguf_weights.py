@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.integrations.gguf import dequant
 
+from services.worker.engine.native.grouped import Grouped, of_blocks
+from services.worker.engine.packed_weights import PackedWeights
 from services.worker.engine.progress import LoadProgress
 from shared.errors import ConfigError
 from shared.gguf_files import BLOCKS, GgufTensor, read_header
@@ -50,21 +52,17 @@ class GgufWeights:
             mapped = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE)  # torch takes no read-only memory
         self._data = torch.frombuffer(mapped, dtype=torch.uint8)
 
-    def kind(self, name: str) -> str:
-        """Return the name of a tensor's type."""
-        return BLOCKS[self._found(name)[1].kind][0]
-
     def quantised(self) -> list[str]:
         """Return the types of quantised tensors, by name."""
         kinds = {tensor.kind for tensor in self._tensors.values()} - set(_PLAIN)
         return sorted(BLOCKS[kind][0] for kind in kinds)
 
-    def blocks(self, name: str) -> torch.Tensor:
-        """Return the bytes of a quantised matrix, uint8 `[outputs, bytes]`, in transformers' order."""
+    def matrix(self, name: str) -> Grouped | torch.Tensor:
+        """Return a matrix in the file's bits, or in fp32 if no kernel has its type."""
         own, tensor = self._found(name)
-        _, weights, size = BLOCKS[tensor.kind]
+        kind, weights, size = BLOCKS[tensor.kind]
         rows = self._bytes(tensor).view(tensor.shape[0], tensor.shape[-1] // weights * size)
-        return self._reordered(own, rows)
+        return of_blocks(kind, self._reordered(own, rows)) or self.values(name)
 
     def values(self, name: str) -> torch.Tensor:
         """Return a tensor in fp32."""
@@ -122,12 +120,15 @@ def empty_module(folder: Path, dtype: torch.dtype) -> Any:
     """Return the causal language model of a folder's configuration, its weights not set."""
     config: Any = AutoConfig.from_pretrained(str(folder))
     maker: Any = AutoModelForCausalLM
+    config.quantization_config = None  # a folder's weights are read here
     with no_init_weights():
         module = maker.from_config(config, attn_implementation="eager", dtype=dtype)
     return module
 
 
-def fill(module: Any, weights: GgufWeights, progress: LoadProgress, *, vectors_only: bool) -> None:
+def fill(
+    module: Any, weights: GgufWeights | PackedWeights, progress: LoadProgress, *, vectors_only: bool
+) -> None:
     """Set a module's weights, widened; with `vectors_only` no matrices, which take no memory then.
 
     Raise ConfigError."""

@@ -5,7 +5,7 @@ Running one token through the model finds each layer's KV shape, so no architect
 import contextlib
 import json
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as _logging
 
 from services.worker.engine.attention import LayerProbe, LayerShape
-from services.worker.engine.checkpoint import canonical, checkpoint_digest
+from services.worker.engine.checkpoint import canonical, checkpoint_digest, local_folder
 from services.worker.engine.gguf_weights import GgufWeights, empty_module, fill
-from services.worker.engine.native.families import obstacle
+from services.worker.engine.native.families import experts_of, obstacle
 from services.worker.engine.native.library import AttentionMode, choose
 from services.worker.engine.native.weights import AS_STORED, Precision
+from services.worker.engine.packed_weights import PackedWeights
 from services.worker.engine.progress import LoadProgress
 from shared.errors import ConfigError
 from shared.gguf_files import WEIGHTS
@@ -56,7 +57,7 @@ _UNKNOWN_ARCHITECTURE = ("does not recognize this architecture", "Unrecognized c
 _ASK_S = 10.0
 _SMALL = (".json", ".jinja", ".txt", ".model")
 _TOKEN = "set HF_TOKEN to a token of an account that may read it (docs/models.md)"
-BITS = {"int8": 8, "int4": 4}
+BITS = {"bf16": 16, "int8": 8, "int4": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -113,11 +114,20 @@ def load(
     if device != "cpu" and not torch.cuda.is_available():
         text = f"device {device}: torch finds no GPU here: write worker.device=cpu, or look at `nvidia-smi`"
         raise ConfigError(text, param="device")
-    progress = progress or LoadProgress()
+    of_file = partial(
+        _of_file,
+        model,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        attention=attention,
+        progress=progress or LoadProgress(),
+    )
     if isinstance(source, Path) and (source / WEIGHTS).exists():
-        return _of_gguf(
-            model, source, dtype=dtype, device=device, weights=weights, attention=attention, progress=progress
-        )
+        return of_file(lambda folder, config: GgufWeights(folder / WEIGHTS, config))
+    config = read_json(model_folder(model) / "config.json")
+    if (packing := config.get("quantization_config")) and device == "cpu":
+        return of_file(lambda folder, _: PackedWeights(folder, packing))
     try:
         module = AutoModelForCausalLM.from_pretrained(
             name, dtype=DTYPES[dtype], attn_implementation="eager", **options
@@ -137,9 +147,9 @@ def load(
     return replace(loaded, precision=Precision(BITS[weights]), digest=digest)
 
 
-def _of_gguf(
+def _of_file(
     model: str,
-    folder: Path,
+    opened: Callable[[Path, Any], GgufWeights | PackedWeights],
     *,
     dtype: str,
     device: str,
@@ -147,9 +157,13 @@ def _of_gguf(
     attention: AttentionMode,
     progress: LoadProgress,
 ) -> LoadedModel:
-    """Return the model of a GGUF file, with the file's bits if the native step computes it."""
+    """Return the model of a file of quantised weights, in its bits if the native step computes it."""
+    folder = local_folder(model)
     module = empty_module(folder, DTYPES[dtype]).to(device)
-    file = GgufWeights(folder / WEIGHTS, module.config)
+    file = opened(folder, module.config)
+    if isinstance(file, PackedWeights) and experts_of(module.config):
+        text = "experts with packed weights are not read: serve the unquantised checkpoint, with weights int4"
+        raise ConfigError(text, param="model")
     if weights in BITS:
         _check_native(module, device, attention, weights)
     library = choose(attention, device=torch.device(device), dtype=DTYPES[dtype])

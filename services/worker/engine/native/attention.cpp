@@ -64,21 +64,31 @@ struct Workspace {
   }
 };
 
+// Loads sixteen values, or the first `lanes` of them and zeros.
+template <bool SOME, class T>
+inline void load_up_to(const T* from, int lanes, Part (&parts)[PARTS]) {
+  if (!SOME) return load_parts(from, parts);
+  float some[LANES];
+  store(some, load_some(from, lanes));
+  load_parts(some, parts);
+}
+
 // Computes scores of `M` queries and `N` columns, with at least `COUNT` accumulators to keep the FMA units busy.
 template <class T, int M, int N, bool PARTIAL>
 inline void score_columns(const float* query, int head_dim, const T* const* keys, int64_t stride, int lanes,
                           const T* const* ahead, float* scores) {
   constexpr int SPLIT = M * N >= 4 ? 1 : 4 / (M * N);
-  Vec sum[SPLIT][M][N] = {};
+  Part sum[SPLIT][M][N][PARTS] = {};
   auto step = [&](int d, int part) __attribute__((always_inline)) {
-    Vec key[N];
+    Part key[N][PARTS];
     for (int n = 0; n < N; n++) {
       const T* from = keys[n] + d * stride;
-      key[n] = PARTIAL ? load_some(from, lanes) : load(from);
+      load_up_to<PARTIAL>(from, lanes, key[n]);
       if (!PARTIAL) prefetch(ahead[n] + d * LANES);
     }
     for (int m = 0; m < M; m++)
-      for (int n = 0; n < N; n++) sum[part][m][n] += query[m * head_dim + d] * key[n];
+      for (int n = 0; n < N; n++)
+        for (int p = 0; p < PARTS; p++) sum[part][m][n][p] += query[m * head_dim + d] * key[n][p];
   };
   int d = 0;
   for (; d + SPLIT <= head_dim; d += SPLIT)
@@ -86,8 +96,9 @@ inline void score_columns(const float* query, int head_dim, const T* const* keys
   for (; d < head_dim; d++) step(d, 0);
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++) {
-      for (int part = 1; part < SPLIT; part++) sum[0][m][n] += sum[part][m][n];
-      store(scores + m * CHUNK + n * LANES, sum[0][m][n]);
+      for (int part = 1; part < SPLIT; part++)
+        for (int p = 0; p < PARTS; p++) sum[0][m][n][p] += sum[part][m][n][p];
+      store_parts(scores + m * CHUNK + n * LANES, sum[0][m][n]);
     }
 }
 
@@ -124,25 +135,30 @@ template <class T, int M, int N, bool TAIL>
 inline void weigh_columns(const float* weights, const float* decay, const Column* columns, int count, const T* values,
                           int value_dim, int tail, const T* const* ahead, int64_t ahead_step, float* output,
                           int output_stride) {
-  Vec sum[M][N];
+  Part sum[M][N][PARTS];
   for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) sum[m][n] = load(output + m * output_stride + n * LANES) * decay[m];
+    for (int n = 0; n < N; n++) {
+      load_parts(output + m * output_stride + n * LANES, sum[m][n]);
+      for (int p = 0; p < PARTS; p++) sum[m][n][p] *= decay[m];
+    }
   for (int c = 0; c < count; c++) {
     const T* from = values + columns[c].value;
     const T* next = ahead[c];
     for (int slot = 0; slot < columns[c].lanes; slot++, from += value_dim) {
-      Vec value[N];
+      Part value[N][PARTS];
       for (int n = 0; n < N; n++) {
-        value[n] = TAIL && n == N - 1 ? load_some(from + n * LANES, tail) : load(from + n * LANES);
+        if (TAIL && n == N - 1) load_up_to<true>(from + n * LANES, tail, value[n]);
+        else load_parts(from + n * LANES, value[n]);
         if (next) prefetch(next + n * ahead_step);
       }
       if (next) next += N * ahead_step;
       for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) sum[m][n] += weights[m * CHUNK + c * LANES + slot] * value[n];
+        for (int n = 0; n < N; n++)
+          for (int p = 0; p < PARTS; p++) sum[m][n][p] += weights[m * CHUNK + c * LANES + slot] * value[n][p];
     }
   }
   for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) store(output + m * output_stride + n * LANES, sum[m][n]);
+    for (int n = 0; n < N; n++) store_parts(output + m * output_stride + n * LANES, sum[m][n]);
 }
 
 template <class T, int M>
@@ -243,28 +259,33 @@ struct Operator {
   void soften(const Tile& tile, const Column* columns, int count, int query, Workspace& work) const {
     float* scores = work.scores + query * CHUNK;
     const int row = query / tile.heads, first = first_key(tile, row), end = end_key(tile, row);
-    Vec highest = broadcast(NEGATIVE_INFINITY);
+    Part highest[PARTS];
+    for (int p = 0; p < PARTS; p++) highest[p] = Part{} + NEGATIVE_INFINITY;
     for (int c = 0; c < count; c++) {
-      Vec score = load(scores + c * LANES);
-      if (call.softcap != 0) score = call.softcap * tanh(score * (1 / call.softcap));
       int from = first - columns[c].position, until = std::min(columns[c].lanes, end - columns[c].position);
-      if (from > 0 || until < LANES) score = within(score, from, until, NEGATIVE_INFINITY);
-      store(scores + c * LANES, score);
-      highest = larger(highest, score);
+      if (call.softcap != 0 || from > 0 || until < LANES) {
+        Vec score = load(scores + c * LANES);
+        if (call.softcap != 0) score = call.softcap * tanh(score * (1 / call.softcap));
+        store(scores + c * LANES, within(score, from, until, NEGATIVE_INFINITY));
+      }
+      Part score[PARTS];
+      load_parts(scores + c * LANES, score);
+      for (int p = 0; p < PARTS; p++) highest[p] = highest[p] > score[p] ? highest[p] : score[p];
     }
-    const float before = work.highest[query], now = std::max(before, largest(highest));
+    const float before = work.highest[query], now = std::max(before, largest(joined(highest)));
     // No key seen yet: any finite reference gives zero weights, and keeps NaN.
     const float reference = now == NEGATIVE_INFINITY ? 0.0f : now;
-    Vec total = {};
+    Part total[PARTS] = {};
     for (int c = 0; c < count; c++) {
-      Vec weight = exp(load(scores + c * LANES) - reference);
-      store(scores + c * LANES, weight);
-      total += weight;
+      Part weight[PARTS];
+      load_parts(scores + c * LANES, weight);
+      for (int p = 0; p < PARTS; p++) total[p] += weight[p] = exp_lanes<Part, WordPart>(weight[p] - reference);
+      store_parts(scores + c * LANES, weight);
     }
     const float decay = now == before ? 1.0f : std::exp(before - now);
     work.highest[query] = now;
     work.decay[query] = decay;
-    work.total[query] = work.total[query] * decay + added(total);
+    work.total[query] = work.total[query] * decay + added(joined(total));
   }
 
   void store_outputs(const Tile& tile, const Workspace& work) const {

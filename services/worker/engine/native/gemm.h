@@ -1,4 +1,4 @@
-// fp32 matrix products of activations and packed weights, C = A · Wᵀ, with fused epilogues.
+// fp32 matrix products of activations and packed weights of fp32 or bf16, C = A · Wᵀ, with fused epilogues.
 //
 // A weight matrix W [outputs, inputs] is stored as panels [inputs][columns] of gemm_panel_columns() outputs, the last
 // one padded with zeros. Every output is one chain of fused multiply-adds in the order of the inputs, so a row's result
@@ -19,7 +19,7 @@ enum GemmEpilogue : int32_t {
 struct GemmCall {
   const float* a;  // [rows, inputs]
   int64_t a_stride;
-  const float* packed;
+  const void* packed;  // floats, or bf16 for gemm_halves
   float* c;  // [rows, outputs]
   int64_t c_stride;
   int32_t rows;
@@ -43,7 +43,11 @@ void gemm_pack_pair(const float* gate, const float* up, int64_t stride, int32_t 
 
 // Copies row `output` of W from the panels.
 void gemm_unpack_row(const float* packed, int32_t inputs, int64_t output, float* row);
+void gemm_unpack_row_halves(const uint16_t* packed, int32_t inputs, int64_t output, float* row);
 
 void gemm(const GemmCall* call);
+
+// The same with panels in bf16, for which gemm_pack's results were rounded: the products are of their values.
+void gemm_halves(const GemmCall* call);
 }
 #pragma GCC visibility pop

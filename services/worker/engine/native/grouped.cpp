@@ -153,9 +153,12 @@ inline __m256i four_bytes(const int8_t* from) {
   return _mm256_set1_epi32(word);
 }
 
-// Adds one group's products of kRows rows to sums [kRows][16].
+template <int kRows>
+using Sums = __m256[kRows][2];  // as many as possible stay in registers
+
+// Adds one group's products of kRows rows.
 template <class F, int kRows>
-inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, float* sums) {
+inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, Sums<kRows>& sums) {
   __m256i products[kRows][2] = {};
   const int64_t groups = inputs / kGroup, group = first / kGroup;
   if constexpr (F::kBits == 4) {
@@ -208,19 +211,20 @@ inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, i
     for (int row = 0; row < kRows; ++row) {
       const __m256 own = _mm256_set1_ps(a.scales[row * groups + group]);
       const __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(products[row][v]), own);
-      float* at = sums + row * kColumns + 8 * v;
-      __m256 sum = _mm256_fmadd_ps(product, scale, _mm256_loadu_ps(at));
+      sums[row][v] = _mm256_fmadd_ps(product, scale, sums[row][v]);
       if constexpr (F::kHasLeast)
-        sum = _mm256_fmadd_ps(least, _mm256_set1_ps(a.sums[row * groups + group]), sum);
-      _mm256_storeu_ps(at, sum);
+        sums[row][v] = _mm256_fmadd_ps(least, _mm256_set1_ps(a.sums[row * groups + group]), sums[row][v]);
     }
   }
 }
 
 #else
 
+template <int kRows>
+using Sums = float[kRows][kColumns];
+
 template <class F, int kRows>
-inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, float* sums) {
+inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, Sums<kRows>& sums) {
   const int64_t groups = inputs / kGroup, group = first / kGroup;
   for (int row = 0; row < kRows; ++row) {
     int32_t products[kColumns] = {};
@@ -240,7 +244,7 @@ inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, i
     const uint8_t* scales = record + F::kNumbers;
     const float own = a.scales[row * groups + group], total = a.sums[row * groups + group];
     for (int column = 0; column < kColumns; ++column) {
-      float& sum = sums[row * kColumns + column];
+      float& sum = sums[row][column];
       sum = std::fma(static_cast<float>(products[column]) * own, scale_of<F>(scales, column), sum);
       if constexpr (F::kHasLeast) sum = std::fma(scale_of<F>(scales + F::kScales, column), total, sum);
     }
@@ -252,12 +256,13 @@ inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, i
 // Also prefetches the memory `ahead` bytes further on.
 template <class F, int kRows>
 void multiply_tile(const uint8_t* panel, int64_t ahead, const Rounded& a, int32_t inputs, float* sums) {
-  std::memset(sums, 0, sizeof(float) * kRows * kColumns);
+  Sums<kRows> own = {};
   for (int32_t first = 0; first < inputs; first += F::kInputs, panel += F::kBytes) {
     if (ahead)
       for (int line = 0; line < F::kBytes; line += 64) __builtin_prefetch(panel + ahead + line);
-    add_group<F, kRows>(panel, a, inputs, first, sums);
+    add_group<F, kRows>(panel, a, inputs, first, own);
   }
+  std::memcpy(sums, own, sizeof own);
 }
 
 template <class F>
@@ -370,6 +375,8 @@ void grouped_pack(int32_t kind, const uint8_t* numbers, const float* scales, con
 void matrix_row(const Matrix* matrix, int64_t output, float* row) {
   if (matrix->kind == MATRIX_FLOATS)
     return gemm_unpack_row(static_cast<const float*>(matrix->data), matrix->inputs, output, row);
+  if (matrix->kind == MATRIX_HALVES)
+    return gemm_unpack_row_halves(static_cast<const uint16_t*>(matrix->data), matrix->inputs, output, row);
   if (matrix->kind == MATRIX_ROWS) {
     const float* from = static_cast<const float*>(matrix->data) + output * matrix->inputs;
     std::copy(from, from + matrix->inputs, row);
@@ -396,10 +403,9 @@ int64_t matrix_scratch(int32_t inputs) { return inputs / 2 + inputs / kGroup * 2
 
 void matrix_multiply(const Matrix* matrix, const float* a, int64_t a_stride, float* c, int64_t c_stride, int32_t rows,
                      int32_t epilogue, int32_t threads, float* scratch) {
-  if (matrix->kind == MATRIX_FLOATS) {
-    const GemmCall call{a,        a_stride,        static_cast<const float*>(matrix->data), c, c_stride, rows,
-                        matrix->outputs, matrix->inputs, epilogue, threads};
-    return gemm(&call);
+  if (matrix->kind == MATRIX_FLOATS || matrix->kind == MATRIX_HALVES) {
+    const GemmCall call{a, a_stride, matrix->data, c, c_stride, rows, matrix->outputs, matrix->inputs, epilogue, threads};
+    return matrix->kind == MATRIX_FLOATS ? gemm(&call) : gemm_halves(&call);
   }
   with_form(matrix->kind, [&](auto form) {
     multiply_grouped<decltype(form)>(*matrix, a, a_stride, c, c_stride, rows, epilogue, threads, scratch);

@@ -20,6 +20,7 @@ enum MatrixKind : int32_t {
   MATRIX_EIGHT_FLOATS = 4,  // 8 bits signed, groups of 32, scale and least in fp32
   MATRIX_EIGHT_SIXTEEN = 5,  // 8 bits signed, groups of 16, scale in fp32
   MATRIX_ROWS = 6,  // fp32 [outputs, inputs], for matrix_row only
+  MATRIX_HALVES = 7,  // panels of gemm.h in bf16
 };
 
 struct Matrix {
@@ -42,7 +43,7 @@ void matrix_row(const Matrix* matrix, int64_t output, float* row);
 // Number of floats of scratch memory for a row of activations.
 int64_t matrix_scratch(int32_t inputs);
 
-// C = A · Wᵀ as `epilogue` says, for any kind. `scratch`: [rows * matrix_scratch(inputs)], unused for MATRIX_FLOATS.
+// C = A · Wᵀ as `epilogue` says, for any kind. `scratch`: [rows * matrix_scratch(inputs)], unused by panels of gemm.h.
 void matrix_multiply(const Matrix* matrix, const float* a, int64_t a_stride, float* c, int64_t c_stride, int32_t rows,
                      int32_t epilogue, int32_t threads, float* scratch);
 }

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-FLOATS, FOUR_HALVES, FOUR_FLOATS, EIGHT_HALVES, EIGHT_FLOATS, EIGHT_SIXTEEN, ROWS = range(7)
+FLOATS, FOUR_HALVES, FOUR_FLOATS, EIGHT_HALVES, EIGHT_FLOATS, EIGHT_SIXTEEN, ROWS, HALVES = range(8)
 """`MatrixKind` of `grouped.h`."""
-NAMES = ("fp32", "4 bits", "4 bits", "8 bits", "8 bits", "8 bits", "fp32")
+NAMES = ("fp32", "4 bits", "4 bits", "8 bits", "8 bits", "8 bits", "fp32", "bf16")
 GROUP = 32
 
 

@@ -38,6 +38,46 @@ KVASIR_INLINE Vec load(const uint16_t* from) {
 }
 KVASIR_INLINE void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
 
+// A register of the machine: compilers keep wider vectors in memory.
+#if defined(KVASIR_AVX512)
+constexpr int PART_LANES = 16;
+#elif defined(__AVX__)
+constexpr int PART_LANES = 8;
+#else
+constexpr int PART_LANES = 4;
+#endif
+constexpr int PARTS = LANES / PART_LANES;
+typedef float Part __attribute__((vector_size(PART_LANES * 4)));
+typedef uint32_t WordPart __attribute__((vector_size(PART_LANES * 4)));
+typedef uint16_t HalfPart __attribute__((vector_size(PART_LANES * 2)));
+
+// One by one: a copy of all of them goes through memory.
+KVASIR_INLINE void load_parts(const float* from, Part (&parts)[PARTS]) {
+  for (int p = 0; p < PARTS; p++) {
+    Part part;
+    std::memcpy(&part, from + p * PART_LANES, sizeof part);
+    parts[p] = part;
+  }
+}
+KVASIR_INLINE Vec joined(const Part (&parts)[PARTS]) {
+  Vec whole;
+  std::memcpy(&whole, parts, sizeof whole);
+  return whole;
+}
+KVASIR_INLINE void store_parts(float* to, const Part (&parts)[PARTS]) {
+  for (int p = 0; p < PARTS; p++) {
+    const Part part = parts[p];
+    std::memcpy(to + p * PART_LANES, &part, sizeof part);
+  }
+}
+KVASIR_INLINE void load_parts(const uint16_t* from, Part (&parts)[PARTS]) {
+  for (int p = 0; p < PARTS; p++) {
+    HalfPart halves;
+    std::memcpy(&halves, from + p * PART_LANES, sizeof halves);
+    parts[p] = (Part)(__builtin_convertvector(halves, WordPart) << 16);
+  }
+}
+
 // Loads the first `lanes` of sixteen values; the others are zero and not read.
 KVASIR_INLINE Vec load_some(const float* from, int lanes) {
 #ifdef KVASIR_AVX512
@@ -72,13 +112,6 @@ KVASIR_INLINE void put(uint16_t* to, float x) {
 KVASIR_INLINE Vec choose(IntVec mask, Vec yes, Vec no) {
   return (Vec)(((IntVec)yes & mask) | ((IntVec)no & ~mask));
 }
-KVASIR_INLINE Vec larger(Vec a, Vec b) {
-#ifdef KVASIR_AVX512
-  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  return choose(a > b, a, b);
-#endif
-}
 // Returns lanes [from, until) of `x`, and `other` in the rest.
 KVASIR_INLINE Vec within(Vec x, int from, int until, float other) {
   const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -104,22 +137,25 @@ KVASIR_INLINE float added(Vec x) {
 }
 
 // e^x for x <= 88, to about one unit in the last place; 0 below -87. Polynomial: SLEEF's expf_u10.
-KVASIR_INLINE Vec exp(Vec x) {
+template <class V, class Bits>
+KVASIR_INLINE V exp_lanes(V x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  Vec shifted = x * 1.442695040888963f + magic;
-  Vec n = shifted - magic;
-  Vec r = x - n * 0.693145751953125f;
+  V shifted = x * 1.442695040888963f + magic;
+  V n = shifted - magic;
+  V r = x - n * 0.693145751953125f;
   r = r - n * 1.428606765330187045e-06f;
-  Vec p = broadcast(0.000198527617612853646278381f);
+  V p = V{} + 0.000198527617612853646278381f;
   p = p * r + 0.00139304355252534151077271f;
   p = p * r + 0.00833336077630519866943359f;
   p = p * r + 0.0416664853692054748535156f;
   p = p * r + 0.166666671633720397949219f;
   p = p * r + 0.5f;
   p = p * r * r + r + 1.0f;
-  Vec scaled = (Vec)((UintVec)p + (((UintVec)shifted - 0x4b400000u) << 23));  // wraps below -87; not used there
-  return choose(x < -87.0f, Vec{}, scaled);
+  Bits scaled = (Bits)p + (((Bits)shifted - 0x4b400000u) << 23);  // wraps below -87; not used there
+  return (V)(scaled & ~(Bits)(x < -87.0f));
 }
+KVASIR_INLINE Vec exp(Vec x) { return exp_lanes<Vec, UintVec>(x); }
+
 
 // tanh by a polynomial near zero (Cephes' tanhf) and by e^x elsewhere.
 KVASIR_INLINE Vec tanh(Vec x) {

@@ -26,6 +26,18 @@ inline Vec load(const float* from) {
   return value;
 }
 
+typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
+
+// Loads bf16.
+inline Vec load(const uint16_t* from) {
+  HalfVec halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const UintVec bits = __builtin_convertvector(halves, UintVec) << 16;
+  Vec value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof value); }
 
 inline Vec broadcast(float value) { return value - Vec{}; }

@@ -5,8 +5,9 @@
 import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -109,11 +110,8 @@ class Matrix(ctypes.Structure):
 class WeightBlocks(Protocol):
     """Weights of a file by the names of the module's parameters."""
 
-    def kind(self, name: str) -> str:
-        """Return the name of a tensor's type."""
-
-    def blocks(self, name: str) -> torch.Tensor:
-        """Return the blocks of a quantised matrix, uint8 `[outputs, bytes]`."""
+    def matrix(self, name: str) -> Grouped | torch.Tensor:
+        """Return a matrix in the file's bits, or in fp32 if no kernel has them."""
 
     def values(self, name: str) -> torch.Tensor:
         """Return a tensor in fp32."""
@@ -124,7 +122,7 @@ class Precision:
     """Bits of the weights, and the file that has them if the module has not."""
 
     bits: int | None = None
-    """8 or 4 for weights rounded at load; None: as the file has them."""
+    """16 (bf16), 8 or 4 for weights rounded at load; None: as the file has them."""
     file: WeightBlocks | None = None
 
 
@@ -159,9 +157,11 @@ class ModelWeights:
 
 
 class WeightPacker:
-    """Packs matrices of fp32 or grouped weights into arenas that grow with them."""
+    """Packs matrices of fp32 or grouped weights into arenas that grow with them, those of fp32 in bf16 if
+    `halves`."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, *, halves: bool = False) -> None:
+        self._halves = halves
         self._gemm, self._library = Gemm(library), library
         self._arena, self._left = Arena(1), 0
         self.held: list[torch.Tensor] = []
@@ -171,8 +171,8 @@ class WeightPacker:
         """Return a packed matrix `[outputs, inputs]`."""
         if isinstance(weights, torch.Tensor):
             outputs, inputs = weights.shape
-            self._reserve(self._gemm.packed_floats(outputs, inputs))
-            return self._described(self._gemm.pack([weights], self._arena), grouped.FLOATS, outputs, inputs)
+            size = self._gemm.packed_floats(outputs, inputs)
+            return self._floats(partial(self._gemm.pack, [weights]), size, outputs, inputs)
         return self._grouped(weights, weights.numbers.shape[0])
 
     def pack_pair(self, gate: torch.Tensor | Grouped, up: torch.Tensor | Grouped) -> Matrix:
@@ -185,10 +185,19 @@ class WeightPacker:
             return self._grouped(both, outputs)
         assert isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor)
         outputs, inputs = gate.shape
-        self._reserve(self._gemm.packed_pair_floats(outputs, inputs))
-        return self._described(
-            self._gemm.pack_pair(gate, up, self._arena), grouped.FLOATS, outputs, inputs, 2
-        )
+        size = self._gemm.packed_pair_floats(outputs, inputs)
+        return self._floats(partial(self._gemm.pack_pair, gate, up), size, outputs, inputs, 2)
+
+    def _floats(
+        self, pack: Callable[[Arena], torch.Tensor], size: int, outputs: int, inputs: int, times: int = 1
+    ) -> Matrix:
+        if not self._halves:
+            self._reserve(size)
+            return self._described(pack(self._arena), grouped.FLOATS, outputs, inputs, times)
+        self._reserve(-(-size // 32) * 16)
+        packed = self._arena.take(-(-size // 32) * 16)
+        packed.view(torch.bfloat16)[:size] = pack(Arena(size))
+        return self._described(packed, grouped.HALVES, outputs, inputs, times)
 
     def rows(self, values: torch.Tensor) -> Matrix:
         """Return fp32 `[outputs, inputs]` of which rows are read only."""
@@ -229,7 +238,8 @@ def pack(
     library: ctypes.CDLL, module: Any, positions: int, *, release: bool, precision: Precision = AS_STORED
 ) -> ModelWeights:
     """Return the packed weights of a module of a known family, and its rotations up to `positions`."""
-    packer, family, body = WeightPacker(library), family_of(module), module.model
+    packer = WeightPacker(library, halves=precision.bits == 16)
+    family, body = family_of(module), module.model
     layers = []
     for index, layer in enumerate(body.layers):
         own = LayerWeights()
@@ -264,7 +274,10 @@ def pack(
     embedding = head
     if not tied:
         found = _weights(embedded, "model.embed_tokens.weight", precision)
-        embedding = packer.pack(found) if isinstance(found, Grouped) else packer.rows(found.detach())
+        if isinstance(found, torch.Tensor) and precision.bits != 16:
+            embedding = packer.rows(found.detach())
+        else:
+            embedding = packer.pack(found)
     if release:
         _release([module.lm_head, body.embed_tokens] if tied or precision.file else [module.lm_head])
     rotations = _rotations(module, positions)
@@ -287,11 +300,9 @@ def _experts(
 def _weights(values: torch.Tensor, name: str, precision: Precision) -> torch.Tensor | Grouped:
     file = precision.file
     if precision.bits is None:
-        if file is None:
-            return values
-        return grouped.of_blocks(file.kind(name), file.blocks(name)) or file.values(name)
+        return values if file is None else file.matrix(name)
     values = values.detach().float() if file is None else file.values(name)
-    if values.shape[1] % grouped.GROUP:
+    if precision.bits == 16 or values.shape[1] % grouped.GROUP:
         return values
     is_table = name in ("lm_head.weight", "model.embed_tokens.weight")
     return grouped.of_values(values, 8 if is_table else precision.bits)

@@ -153,3 +153,26 @@ def test_values_are_rounded_to_the_nearest_number_of_their_group(bits: int) -> N
     found = grouped.of_values(values, bits)
     step = found.scales.repeat_interleave(32, 1)
     assert ((found.values() - values).abs() <= 0.51 * step + 2e-3 * values.abs()).all()
+
+
+@pytest.mark.parametrize("epilogue", [STORE, ADD, SILU, GELU])
+@pytest.mark.parametrize("rows", [1, 6, 7, 18, 19, 200])
+def test_bf16_weights_are_computed_as_their_values(rows: int, epilogue: int) -> None:
+    torch.manual_seed(rows)
+    weights = [torch.randn(37, 530).bfloat16().float() for _ in range(2)]
+    a, onto = torch.randn(rows, 530), torch.randn(rows, 37)
+    made = []
+    for halves in (False, True):
+        packer = WeightPacker(load(), halves=halves)
+        matrix = packer.pack_pair(*weights) if epilogue >= SILU else packer.pack(weights[0])
+        assert list(packer.kinds) == [grouped.HALVES if halves else grouped.FLOATS]
+        made.append(multiply(load(), matrix, a, epilogue, onto=onto))
+        row = torch.empty(530)
+        if epilogue == STORE:
+            load().matrix_row(ctypes.byref(matrix), ctypes.c_int64(36), ctypes.c_void_p(row.data_ptr()))
+            assert torch.equal(row, weights[0][36])
+    assert torch.equal(*made)
+    alone = torch.cat(
+        [multiply(load(), matrix, a[at : at + 1], epilogue, onto=onto[at : at + 1]) for at in range(rows)]
+    )
+    assert torch.equal(alone, made[1])
