@@ -171,7 +171,6 @@ class Simulation:
         """Place queued requests at workers until none fits, with the live scheduler's questions to
         placement."""
         self._settle_roles()
-        self._queue.advance(self._events.now_s)
         is_over = False
         while not is_over and (keys := self._queue.next(PLACEMENT_BATCH)):
             ahead = self._feed.ahead(self._queue.rank(keys[0]))

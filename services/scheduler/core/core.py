@@ -288,7 +288,6 @@ class SchedulerCore:
         """Advance time. Call it every few hundredths of a second, only while connected."""
         self._ticked_s = now_s
         working = len(self._roster.pipelines) - len(self._roster.unready)
-        self._roster.backlog.queue.advance(now_s)
         self._roster.backlog.queue.foreseen.on_tick(now_s, working)
         effects: list[Effect] = []
         if not self.is_commanding and (self._has_waited_for_all or now_s >= self._round_ends_s):

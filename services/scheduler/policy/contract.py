@@ -266,8 +266,6 @@ class QueueRule:
     key: QueueKeyOf = by_arrival
     passing_share: float = 1.0
     """Share of started work that may pass older waiting work; 1: no limit."""
-    slo_scale: float = 0.0
-    """Deadline as a multiple of a request's own duration; later ones go last. 0: none is late."""
     name: str = "the policy"
     """Name of the key's owner, for errors."""
 
@@ -295,8 +293,7 @@ def queue_rule(
     share = float(getattr(policy, "passing_share", PASSING_SHARE if order else 1.0))
     if order is not None:
         return QueueRule(by_work if order is QueueOrder.WORK else by_arrival, share)
-    scale = float(getattr(policy, "slo_scale", 0.0))
-    return QueueRule(queue_key_of(policy) or by_arrival, share, scale, policy_name(make_policy))
+    return QueueRule(queue_key_of(policy) or by_arrival, share, policy_name(make_policy))
 
 
 def queue_key_of(policy: BatchPolicy) -> QueueKeyOf | None:

@@ -1,8 +1,7 @@
 """The fleet's queue of requests that wait for a worker, shared by the live scheduler and the simulator.
 
-The order: the least served tenant (`policy/tenants.py`), the lower priority, requests that can still be in
-time, the policy's `queue_key`. Only a share of started work may pass older work. Only a few requests wait at
-each worker (`core/backlog.py:Feed`).
+The order: the least served tenant (`policy/tenants.py`), the lower priority, the policy's `queue_key`. Only a
+share of started work may pass older work. Only a few requests wait at each worker (`core/backlog.py:Feed`).
 
     a (100 s of work) came first, then b and c (1 s each); one place is free → b goes, c goes, until the work
     that has passed a exceeds the share of all started work; then a goes, before any d.
@@ -131,7 +130,7 @@ MOST_ACCOUNTS = 4096
 Rank = tuple[Any, ...]
 NO_RANK: Rank = (inf,)
 _RANK_PARTS = 4
-"""Priority, lateness with the policy's key, arrival, name."""
+"""Priority, the policy's key, arrival, name."""
 _WEIGHT = 0.2
 """Weight of a new measurement of memory."""
 _SHOWN = 8
@@ -160,8 +159,6 @@ class _Waiting:
     task: Task
     work_s: float
     rank: Rank
-    due_s: float
-    """Latest start with which it can be in time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,9 +192,6 @@ class FleetQueue:
         self._speeds = WorkerSpeeds()
         self._memory_tokens: float | None = None
         self._waiting: dict[SequenceKey, _Waiting] = {}
-        self._timely: Line[_Waiting] = Line(lambda waiting: (waiting.due_s, waiting.task.key))
-        """Waiting requests that can be in time."""
-        self._now_s = -inf
         self._accounts: dict[str, _Account] = {}
         """By tenant name."""
         self.turns: TenantTurns | None = None
@@ -231,14 +225,10 @@ class FleetQueue:
         except PolicyFailed:
             if known is None or len(known) < _RANK_PARTS:
                 raise
-            place = known[1][1:]
+            place = known[1]
         account = self._accounts.get(tenant.name) or self._open(tenant)
-        due_s = self._due_s(task)
-        is_late = due_s < self._now_s
-        rank = (task.priority, (float(is_late), *place), task.arrival_s, key)
-        waiting = self._waiting[key] = _Waiting(account, task, work_s, rank, due_s)
-        if not is_late:
-            self._timely.add(waiting)
+        rank = (task.priority, place, task.arrival_s, key)
+        waiting = self._waiting[key] = _Waiting(account, task, work_s, rank)
         account.by_rank.add(waiting)
         account.by_arrival.add(waiting)
         self.foreseen.add(key, tenant, task.priority, work_s)
@@ -252,26 +242,6 @@ class FleetQueue:
         """Remove a request that did not start. Raises KeyError if it does not wait."""
         self._take(key)
         self.foreseen.remove(key)
-
-    def advance(self, now_s: float) -> None:
-        """Advance the clock: requests that can no longer be in time go behind the others of their tenant and
-        priority."""
-        self._now_s = max(self._now_s, now_s)
-        while (waiting := self._timely.first()) is not None and waiting.due_s < self._now_s:
-            self._timely.remove(waiting)
-            waiting.account.by_rank.remove(waiting)
-            priority, (_, *place), *rest = waiting.rank
-            waiting.rank = (priority, (1.0, *place), *rest)
-            waiting.account.by_rank.add(waiting)
-
-    def _due_s(self, task: Task) -> float:
-        scale = self._rule.slo_scale
-        if not scale or not self._speeds.are_measured:
-            return inf
-        whole = self._lengths.whole_tokens(task.prediction, task.max_tokens)
-        computed_tokens = task.prompt_tokens + task.generated_tokens
-        rest_s = self._speeds.work_s(computed_tokens, max(1, whole - task.generated_tokens))
-        return self._speeds.deadline_s(task, whole, scale) - rest_s
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction) -> None:
         """Update a waiting request's place or a started one's charge; ignore an unknown key."""
@@ -396,9 +366,6 @@ class FleetQueue:
                 line.check_integrity()
                 assert len(line) == account.waiting
             assert {id(one) for line in lines for one in line} == waiting
-        self._timely.check_integrity()
-        timely = {waiting.task.key for waiting in self._timely}
-        assert timely == {key for key, waiting in self._waiting.items() if not waiting.rank[1][0]}
         assert not self._charged.keys() & self._waiting.keys(), "it waits, and has started"
         assert self._fed.keys() <= self._charged.keys()
         assert sum(account.running for account in accounts) == len(self._charged)
@@ -420,7 +387,6 @@ class FleetQueue:
     def _take(self, key: SequenceKey) -> None:
         waiting = self._waiting.pop(key)
         account = waiting.account
-        self._timely.discard(waiting)
         account.by_rank.remove(waiting)
         account.by_arrival.remove(waiting)
         if account.waiting == 1 and self.turns is not None:

@@ -56,7 +56,7 @@ class KvasirPolicy(TwoQueuePolicy):
             WaitingQueue(self._work_rank, (0.0,)),
             WaitingQueue(self._work_rank, (0.0,)),
         )
-        self.passing_share, self.slo_scale = options.passing_share, options.slo_scale
+        self.passing_share = options.passing_share
         self._passing = PassingBudget(self.passing_share)
         self._aged: set[SequenceKey] = set()
         """Sequences that started as the oldest when no passing was allowed; they are preempted last."""

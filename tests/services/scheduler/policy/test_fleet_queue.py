@@ -5,7 +5,6 @@ from itertools import product
 
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from services.scheduler.core.backlog import Feed
 from services.scheduler.policy.contract import (
@@ -14,7 +13,6 @@ from services.scheduler.policy.contract import (
     PolicySettings,
     QueueRule,
     Task,
-    by_work,
     level_of,
     priority_in,
     queue_rule,
@@ -63,30 +61,6 @@ def test_a_late_prediction_changes_the_place_of_one_that_waits() -> None:
     assert names(made.next(2)) == "ba"
 
 
-def test_requests_that_cannot_be_in_time_go_behind_those_that_can() -> None:
-    made = queue(task("s", 0.0, 10), task("l", 0.0, 300), rule=QueueRule(by_work, slo_scale=2.0))
-    order = []
-    for now_s in (0.05, 1.0, 4.0):  # they take 0.11 and 3.01 s, so these are their latest starts
-        made.advance(now_s)
-        made.check_integrity()
-        order.append(names(made.next(2)))
-    assert order == ["sl", "ls", "sl"]
-    made.add(task("m", 4.0, 100))
-    made.add(structs.replace(task("x", 0.0, 300), priority=-1))
-    assert names(made.next(4)) == "xmsl", "a late request keeps its priority"
-    made.on_predicted(("l", 0), predicted(900))
-    assert names(made.next(4)) == "xmls", "a longer answer is due later"
-
-
-def test_no_request_is_late_before_speeds_are_measured_or_without_a_scale() -> None:
-    for rule, measured in ((QueueRule(by_work, slo_scale=2.0), False), (BY_WORK, True)):
-        made = queue(rule=rule) if measured else FleetQueue(rule)
-        for one in (task("s", 0.0, 10), task("l", 0.0, 300)):
-            made.add(one)
-        made.advance(1.0)
-        assert names(made.next(2)) == "sl"
-
-
 def test_what_passes_the_oldest_is_bounded_and_asking_changes_nothing() -> None:
     made = queue(task("o", 0.0, 3000), *(task(f"{n:02d}", 1.0 + n, 400) for n in range(40)))
     told = made.next(41)
@@ -100,14 +74,13 @@ def test_what_passes_the_oldest_is_bounded_and_asking_changes_nothing() -> None:
 
 @given(
     answers=st.lists(st.integers(1, 900), min_size=2, max_size=60),
-    share=st.sampled_from([0.0, 0.2, PASSING_SHARE, 0.9]),
-    slo_scale=st.sampled_from([0.0, 2.0]),
+    share=st.sampled_from([0.0, 0.2, PASSING_SHARE, 0.7]),
 )
-def test_nobody_waits_for_more_than_the_bound(answers: list[int], share: float, slo_scale: float) -> None:
+def test_nobody_waits_for_more_than_the_bound(answers: list[int], share: float) -> None:
     """Work that passes the oldest is at most share / (1 - share) of what starts in the order of arrival, and
     a few starts more."""
     budget = PassingBudget(share)
-    made = FleetQueue(QueueRule(by_work, slo_scale=slo_scale), budget)
+    made = FleetQueue(BY_WORK, budget)
     made.on_measured(1000.0, 0.01, MEMORY_TOKENS)
     speeds = WorkerSpeeds()
     speeds.on_measured(1000.0, 0.01)
@@ -119,8 +92,6 @@ def test_nobody_waits_for_more_than_the_bound(answers: list[int], share: float, 
     passed_s = oldest_s = 0.0
     while len(made):
         oldest = next(iter(made)).key
-        made.advance(len(answers) - len(made) / 2)
-        made.check_integrity()
         (key,) = made.next(1)
         made.start(key)
         if key == oldest:
