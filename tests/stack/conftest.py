@@ -1,4 +1,5 @@
-"""Stacks that several files of tests share; each test leaves them able to serve."""
+"""Stacks that several files of tests share; each test leaves them able to serve. They end with the last of these
+tests: an idle stack takes a tenth of a core."""
 
 import hashlib
 import json
@@ -26,13 +27,13 @@ def stack_of(name: str, scope: Any = "module", **how: Any) -> Any:
 
 
 SIMULATED = ("--engine", "simulated")
-stack = stack_of("stack", "session", settings=("placement.log_level=debug",))
+stack = stack_of("stack", "package", settings=("placement.log_level=debug",))
 """Two workers under default settings, and a line per route in the log. Tests also kill its processes."""
 _ROOMY = ("worker.kv_blocks=1024", "worker.prefix_cache.enabled=false")
-roomy = stack_of("roomy", "session", workers=1, settings=(*_ROOMY, "gateway.stored_responses="))
+roomy = stack_of("roomy", "package", workers=1, settings=(*_ROOMY, "gateway.stored_responses="))
 """One worker with memory enough, no cache and no stored responses: the text that others should give, too."""
 _LITTLE = ("worker.kv_blocks=64", "worker.simulated.speed=10")
-simulated = stack_of("simulated", "session", settings=_LITTLE, flags=SIMULATED)
+simulated = stack_of("simulated", "package", settings=_LITTLE, flags=SIMULATED)
 """Two simulated workers with little memory."""
 
 
@@ -49,7 +50,7 @@ def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """One worker; embeddings are means, and there is a second tenant."""
     folder = tmp_path_factory.mktemp("featured")

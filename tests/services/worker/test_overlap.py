@@ -53,7 +53,7 @@ class Thread:
         self.store = open_store(PrefixCacheConfig(), engine, "test", TransferEngine(lambda: None))
         prefixes = Prefixes(self.store.cache, self.store.fingerprint) if cached else None
         limits = SequenceLimits(200, engine.vocabulary, 60.0, 60.0)
-        pool = ExtendedPool(self.store.cache, engine.own_ids) if borrowed else None
+        pool = ExtendedPool(self.store.cache, self.store.cache.ids) if borrowed else None
         if pool is not None:
             pool.admit(borrowed)
         self.table = SequenceTable(pool or self.store.cache, limits, prefixes)
