@@ -1,5 +1,5 @@
-"""Stacks that several files of tests share; each test leaves them able to serve. They end with the last of these
-tests: an idle stack takes a tenth of a core."""
+"""Stacks that several files of tests share; each test leaves them able to serve. They end with the last of
+these tests, since an idle stack takes a tenth of a core."""
 
 import hashlib
 import json
