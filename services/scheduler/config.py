@@ -41,9 +41,7 @@ class SchedulerConfig(ServiceConfig):
     lease_ttl_s: float = Field(
         default=3.0, gt=0.5, description="a standby takes over after so long without a renewal"
     )
-    tick_s: float = Field(
-        default=0.02, gt=0, le=0.25, description="interval of the clock's events while sequences wait or run"
-    )
+    tick_s: float = Field(default=0.02, gt=0, le=0.25, description="interval of the clock's events")
     relief: bool = Field(
         default=True, description="where a worker's memory runs out, take the cheapest way to free some"
     )

@@ -40,8 +40,6 @@ from shared.release import PROTOCOL, ReleaseWatch
 _log = get_logger("scheduler")
 _MAX_OUTBOX = 16_384
 _ANNOUNCE_S = 0.5
-_IDLE_TICK_S = 0.1
-"""Interval of the clock's events while no sequence waits or runs."""
 
 HANDLERS = (
     Endpoint(subjects.ANY_SCHEDULER_SUBMIT, SubmitSequence, "submit", sender="spec.gateway_id"),
@@ -290,8 +288,7 @@ class Term:
 
     async def _tick(self) -> None:
         while True:
-            is_idle = not any(cell.core.queued or cell.core.running for cell in self._cells)
-            await asyncio.sleep(max(self._config.tick_s, _IDLE_TICK_S) if is_idle else self._config.tick_s)
+            await asyncio.sleep(self._config.tick_s)
             if self._bus.connected:
                 for cell in self._cells:
                     self._feed(cell, cell.core.on_tick)

@@ -94,7 +94,7 @@ def command_of(
         return text
 
     env = {key: here(value) for key, value in env.items()} | {
-        "KVASIR_INSTANCE_FILE": str(next(folder.rglob(f"{name}.env")))
+        "KVASIR_INSTANCE_FILE": str(next(folder.rglob(f"{name}.env"), folder / f"{name}.env"))
     }
     return [here(word) for word in container["command"]], env
 
@@ -132,7 +132,8 @@ async def test_the_commands_of_its_pods_serve_a_chat(tmp_path: Path) -> None:
                 await running.enter_async_context(process(*command, env=env))
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}) as http:
-            body = {"model": "tiny_chat", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]}
+            body = {"model": "tiny_chat", "max_tokens": 8, "ignore_eos": True}
+            body |= {"messages": [{"role": "user", "content": "Hello"}]}
             async with asyncio.timeout(STACK_PATIENCE_S):
                 while True:
                     with contextlib.suppress(httpx.TransportError):

@@ -96,7 +96,7 @@ def test_set_up_without_a_gpu_installs_nothing_for_one() -> None:
 
 def test_the_image_is_built_on_a_digest_and_by_hashes() -> None:
     dockerfile, compose = ((ROOT / name).read_text() for name in ("deploy/Dockerfile", "docker-compose.yml"))
-    digests = set(re.findall(r"@sha256:([0-9a-f]{64})\b", dockerfile + compose))
+    digests = set(re.findall(r"BASE(?:=|:-)\S+?@sha256:([0-9a-f]{64})\b", dockerfile + compose))
     assert len(digests) == 1
     assert re.search(r"^ARG BASE=\S+@sha256:", dockerfile, re.M) and re.search(
         r"KVASIR_BASE:-\S+@sha256:", compose
