@@ -28,10 +28,9 @@ from bench.kit.processes import available_cores
 from bench.kit.stacks import start_all, start_stack
 from bench.kit.stats import median_of_ratios, percentile, with_interval
 from models.train_tiny_chat.stories import story_chat
+from services.stack import models
 from shared.errors import ConfigError, InternalError
-from shared.gguf_files import cache_folder
 
-MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 _PATH, _BLOCK_TOKENS = "/v1/chat/completions", 16
 _CHARS_PER_TOKEN = 4.2
 _SYSTEM_TOKENS = (300, 600, 900)
@@ -110,9 +109,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(context: Context) -> Outcome:
     """Run the bench. Raises ConfigError without the model or the peer, InternalError if requests fail."""
     flags = context.arguments
-    model = Path(flags.model) if flags.model else cache_folder() / MODEL
-    if not model.exists():
-        raise ConfigError(f"{model} is missing: run `./kvasir models pull SmolLM2-135M-Instruct` first")
+    model = Path(flags.model or (models.default() or "").partition("=")[2])
+    if not model.is_file() and not (model / "config.json").is_file():
+        raise ConfigError(f"no model: run `./kvasir models pull {models.DEFAULT}` first", param="model")
     peer = flags.peer if not context.quick else "none"
     sides = flags.sides or (["kvasir"] if context.quick else list(SIDES))
     seeds = flags.seeds or (1 if context.quick else 3)

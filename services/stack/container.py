@@ -36,11 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         service = subjects.service_of(instance)
         if (model := environ.get(f"{ENV_PREFIX}MODEL")) and service in _OF_MODELS:
             flags = [*model_flags(model), *flags]
-    except ValueError as error:
+    except (ValueError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ConfigError as error:
-        print(f"error: {error.message}", file=sys.stderr)
         return 2
     words = [sys.executable, "-m", f"services.{service}", "--instance", instance, *flags]
     os.execve(sys.executable, words, environ)

@@ -159,7 +159,7 @@ def has_bridge() -> bool:
 
 
 def state_of(container: str) -> dict[str, Any]:
-    """What Docker knows of it."""
+    """Return Docker's description of the container."""
     details: dict[str, Any] = json.loads(docker("inspect", container))[0]
     return details
 

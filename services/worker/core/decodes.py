@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.core.sequence import HeldSequence
-from services.worker.kv.core.block_pool import joined
+from services.worker.kv.core.block_pool import joined, starts
 from shared.messages.reports import SequenceState
 from shared.messages.sequence import Sampling, SequenceRef
 
@@ -71,9 +71,7 @@ class SteadyGroup:
     @cached_property
     def table_start(self) -> npt.NDArray[np.int32]:
         """`[rows + 1]`: offset of each table in `blocks`, and the end of the last one."""
-        found = np.zeros(len(self) + 1, dtype=np.int32)
-        np.cumsum(self.table_blocks, out=found[1:])
-        return found
+        return starts(self.table_blocks)
 
     @cached_property
     def rows(self) -> npt.NDArray[np.int32]:

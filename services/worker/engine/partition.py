@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.engine.spans import PackedSpans, starts
+from services.worker.engine.spans import PackedSpans
+from services.worker.kv.core.block_pool import starts
 
 OWN = 0
 """Holder number of the engine's own blocks; other numbers are creditors."""

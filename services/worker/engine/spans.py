@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.core.decodes import DecodeBatch
-from services.worker.kv.core.block_pool import joined
+from services.worker.kv.core.block_pool import joined, starts
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
@@ -127,10 +127,3 @@ def _pack_decodes(
         blocks=blocks,
         slots=slots,
     )
-
-
-def starts(lengths: npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Return the offsets `[parts + 1]` of consecutive parts, and the end of the last one."""
-    found = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=found[1:])
-    return found

@@ -1,4 +1,4 @@
-"""What runs in a worker's or gateway's container: its name from the pool, and the model by one variable."""
+"""A container takes a worker's name from the pool, and its model from one variable."""
 
 import os
 import subprocess

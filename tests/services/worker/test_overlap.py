@@ -266,7 +266,7 @@ def test_rows_of_a_lost_creditor_end_and_the_step_in_flight_goes_on_without_them
 
 
 def test_own_blocks_before_lost_ones_are_free_again_once_the_step_in_flight_is_over() -> None:
-    """What is stored in the lost blocks had a user, the step in flight, and so had all blocks before it."""
+    """The step in flight was a user of the lost blocks, and so of all blocks before them."""
     engine, lent = Failing(**SIZES | {"kv_blocks": 6}), range(6, 14)
     engine.fails_at, engine.error = 5, CreditorLost("as told", creditor_id="worker-9")
     thread = Thread(engine, borrowed=lent)

@@ -31,6 +31,13 @@ def joined(tables: Iterable[Sequence[int]]) -> npt.NDArray[np.int32]:
     return np.frombuffer(flat, dtype=np.int32)
 
 
+def starts(lengths: npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """Return the offsets `[parts + 1]` of consecutive parts, and the end of the last one."""
+    found = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=found[1:])
+    return found
+
+
 class BlockPool:
     """Block ids 0 … total-1, each free or taken. The block freed last is taken first: its memory is warm.
     `on_taken` and `on_freed` are called with the blocks, `on_low` when few blocks are left."""
