@@ -51,6 +51,11 @@ class Spell:
         self._waits_s: dict[str, float] | None = None
         """None: there was progress at the last look."""
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether there was no progress at the last look."""
+        return self._waits_s is not None
+
     def look(self, pid: int | str, *, is_new: bool) -> float:
         """Return the time so far; `is_new`: there was progress since the last look."""
         now_s = time.monotonic()

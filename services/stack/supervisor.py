@@ -132,7 +132,11 @@ CONFIG_EXIT_CODE = 2
 """Exit code of a service with invalid configuration; a retry is pointless."""
 STARTING_STUCK_S = 60.0
 """Time without an answer after which a process is replaced that is not ready: loading may hold the GIL."""
-_ANSWER_S = 0.5
+_ANSWER_S = 0.25
+_SILENT_BEAT_S = 0.25
+"""Interval of the asking while a process is silent."""
+_SILENT_S = STUCK_S - BEAT_S
+"""Time of silence after which a process is replaced; its last answer came up to a beat before."""
 _PROBE_S = 0.05
 _KILL_WAIT_S = 5.0
 
@@ -291,7 +295,8 @@ class Supervisor:
             running = [child for child in self.children.values() if child.process]
             starting = [child for child in running if child.state is ChildState.STARTING]
             works = [self._probe(child) for child in starting]
-            if time.monotonic() - asked_s > BEAT_S:
+            beat_s = _SILENT_BEAT_S if any(child.silence.is_lasting for child in running) else BEAT_S
+            if time.monotonic() - asked_s > beat_s:
                 asked_s = time.monotonic()
                 works += [self._ask(child) for child in running]
             await asyncio.gather(*works)
@@ -322,7 +327,7 @@ class Supervisor:
             account, stuck = account or child.account, ""
         silent_s = child.silence.look(process.pid, is_new=account is not None)
         child.account = child.account if account is None else account
-        if silent_s >= (STUCK_S if child.state is ChildState.READY else STARTING_STUCK_S):
+        if silent_s >= (_SILENT_S if child.state is ChildState.READY else STARTING_STUCK_S):
             stuck = f"no answer for {silent_s:.0f} s"
         if stuck and not child.hung and child.wanted.is_set() and not self._stopping.is_set():
             child.hung = f"hung: {stuck}"
