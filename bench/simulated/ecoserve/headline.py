@@ -182,7 +182,7 @@ def headline_figures(found: dict[tuple[str, int], Answers]) -> tuple[dict[str, f
                 figures[f"k_{name}_{end}"] = mean(counts)
             rows.append(tuple(row))
         title = (
-            f"{trace} (simulated), {len(seeds)} seeds: kvasir over vllm at {PAST_KNEE} x, median, interval"
+            f"{trace} (simulated), {len(seeds)} seeds: kvasir over vllm at {PAST_KNEE} x, with intervals"
         )
         tables.append(Table(title, ("predictor", *_SHOWN), rows))
     return figures, tables
