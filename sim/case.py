@@ -63,6 +63,8 @@ class Case:
     """Overrides the policy's queue order."""
     places: int = FEED_SEQUENCES
     outstanding_steps: int = 2
+    refuse_wait_s: float = 0.0
+    """Longest expected wait of an accepted request; 0 to accept all."""
     prediction_delay_s: float = 0.0
 
     @property
@@ -110,6 +112,7 @@ def run_case(
         queue=case.queue,
         places=case.places,
         outstanding_steps=case.outstanding_steps,
+        refuse_wait_s=case.refuse_wait_s,
         prediction_delay_s=case.prediction_delay_s,
         cache_blocks=case.machine.cache_blocks,
         eviction=case.eviction,

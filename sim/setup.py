@@ -35,6 +35,8 @@ class Setup:
     outstanding_steps: int = 2
     ahead_s: float = 0.0
     """Time ahead covered by plans of short steps; 0.008 in the live scheduler."""
+    refuse_wait_s: float = 0.0
+    """Refuse requests with a longer expected wait, as the live scheduler does; 0 to refuse none."""
     prediction_delay_s: float = 0.0
     """0 to have the prediction when the request arrives."""
     cache_blocks: int = 0
@@ -62,9 +64,11 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a run in which every request ended."""
+    """Outcome of a run in which every request ended or was refused."""
 
     records: list[ServedRecord]
+    """Served requests."""
     meters: list[WorkerMeter]
     shape: WorkerShape
     end_s: float
+    refused: int = 0

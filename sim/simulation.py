@@ -22,7 +22,7 @@ from services.scheduler.policy import find_policy
 from services.scheduler.policy.contract import PlannedBatch, Task, priority_in, queue_rule
 from services.scheduler.policy.fleet_queue import FleetQueue, Rank
 from shared.messages.commands import PlacementItem, WaitingAhead
-from shared.messages.sequence import SequenceKey, SequenceRef
+from shared.messages.sequence import SequenceKey, SequenceRef, Tenant
 from sim.books import Held, WorkerBooks, pending, plain_pending, spoken_for_blocks
 from sim.cores import SharedCores
 from sim.events import EventPriority, EventQueue
@@ -99,7 +99,7 @@ class Simulation:
         """Ranks of requests at workers, fixed when they were placed."""
         self._refreshed: dict[SequenceKey, int] = {}
         """Number of refreshed predictions by request."""
-        self._arrived = self._ended = 0
+        self._arrived = self._ended = self._refused = 0
         self._on_end = on_end
 
     def run(self) -> Outcome:
@@ -110,10 +110,11 @@ class Simulation:
         while len(self._events):
             _, (handler, arguments) = self._events.pop()
             handler(*arguments)
-        if self._ended < len(self._requests):
+        if self._ended + self._refused < len(self._requests):
             raise WedgeError(f"{self._setup.policy}: {self._stuck()}")
         meters = [worker.meter for worker in self._workers]
-        return Outcome(list(self._records.values()), meters, self._setup.shape, self._events.now_s)
+        served = list(self._records.values())
+        return Outcome(served, meters, self._setup.shape, self._events.now_s, self._refused)
 
     def _stuck(self) -> str:
         held = [held for worker in self._workers for held in worker.books.held.values()]
@@ -144,6 +145,11 @@ class Simulation:
             prediction=told,
             priority=priority_in(request.tenant.service_class, 0),
         )
+        if self._is_refused(task, request.tenant):
+            self._refused += 1
+            del self._records[request.key]
+            self._push_arrival()
+            return
         self._queue.add(task, request.tenant)
         self._tasks[request.key] = task
         if self._cores is not None:
@@ -152,6 +158,14 @@ class Simulation:
             self._push_answer(request, 0)
         self._hand_out()
         self._push_arrival()
+
+    def _is_refused(self, task: Task, tenant: Tenant) -> bool:
+        most_s = self._setup.refuse_wait_s
+        if not most_s:
+            return False
+        self._queue.foreseen.on_tick(self._events.now_s, len(self._workers))
+        wait_s = self._queue.wait_s(task, tenant)
+        return wait_s is not None and wait_s > most_s
 
     def _hand_out(self) -> None:
         """Place queued requests at workers until none fits, with the live scheduler's questions to
@@ -473,6 +487,8 @@ class Simulation:
             roles, request = self._setup.roles, record.request
             roles.on_ended(request.key, request.output_tokens)
         self._queue.end(record.request.key, record.request.output_tokens)
+        if self._setup.refuse_wait_s:
+            self._queue.foreseen.on_tick(self._events.now_s, len(self._workers))
         self._setup.predictor.observe(record.request)
         if self._on_end is not None:
             self._on_end(record)

@@ -44,10 +44,10 @@ def normalized_latency_s(records: Sequence[ServedRecord]) -> float:
     return sum(record.normalized_s for record in records) / len(records)
 
 
-def attainment(records: Sequence[ServedRecord], level: ServiceLevel) -> float:
-    """Return the share of requests that meet the level."""
+def attainment(records: Sequence[ServedRecord], level: ServiceLevel, refused: int = 0) -> float:
+    """Return the share of requests that meet the level; refused ones do not."""
     kept = sum(record.jct_s <= level.limit_s(record.request.output_tokens) for record in records)
-    return kept / len(records)
+    return kept / (len(records) + refused)
 
 
 def summarize(outcome: Outcome, level: ServiceLevel | None = None) -> dict[str, float]:
@@ -61,6 +61,7 @@ def summarize(outcome: Outcome, level: ServiceLevel | None = None) -> dict[str, 
     tokens = sum(record.request.output_tokens for record in records)
     figures = {
         "requests": float(len(records)),
+        "refused": float(outcome.refused),
         "requests_per_s": len(records) / span_s,
         "tokens_per_s": tokens / span_s,
         "normalized_s": normalized_latency_s(records),
@@ -78,7 +79,7 @@ def summarize(outcome: Outcome, level: ServiceLevel | None = None) -> dict[str, 
     for part in PARTS:
         figures[part] = float(np.mean([getattr(record, part) for record in records]))
     if level is not None:
-        figures["slo"] = attainment(records, level)
+        figures["slo"] = attainment(records, level, outcome.refused)
     busy_s = sum(meter.busy_s for meter in meters)
     capacity = outcome.shape.capacity_blocks * outcome.shape.block_tokens
     figures |= {

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.scheduler.core.rules import MoveRules, ReliefRules, Rules, ShadowRules
 from services.scheduler.policy import check_policy, policy_names
-from services.scheduler.policy.contract import PolicySettings, QueueOrder
+from services.scheduler.policy.contract import REFUSE_WAIT_S, PolicySettings, QueueOrder
 from services.scheduler.policy.relief import LADDER
 from shared.command_line import hint
 from shared.config import ServiceConfig
@@ -34,7 +34,7 @@ class SchedulerConfig(ServiceConfig):
     )
     max_queued: int = Field(default=4096, ge=1, description="sequences that may wait; more are refused")
     refuse_wait_s: float = Field(
-        default=30.0,
+        default=REFUSE_WAIT_S,
         ge=0,
         description="a new request that would wait longer is refused at once (429, Retry-After); 0: never",
     )

@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -14,7 +15,6 @@ from pytest import MonkeyPatch
 from services.scheduler.core.effects import Effect
 from services.scheduler.policy import BUILT_IN, find_policy, policy_names
 from services.scheduler.policy.contract import (
-    PASSING_SHARE,
     TRIAL_SHAPE,
     BatchPolicy,
     PlannedBatch,
@@ -45,6 +45,7 @@ from sim.requests import SimRequest
 from sim.routers import find_router
 from sim.setup import Setup
 from sim.simulation import Simulation
+from sim.summary import measure_level, summarize
 from sim.workloads import Source
 from tests.shared.messages.builders import ref, spec
 from tests.sim import simple
@@ -274,9 +275,21 @@ def test_nobody_waits_longer_than_the_share_that_may_pass_makes_first_come_first
         )
         return max(record.queue_s for record in run_case(case).records)
 
-    bound_s = longest_wait_s("vllm", "none") / (1 - PASSING_SHARE)
-    assert longest_wait_s("kvasir", "oracle") <= bound_s
+    bound_s = longest_wait_s("vllm", "none") / (1 - 0.35)
+    assert longest_wait_s("kvasir", "oracle", ("passing_share", 0.35)) <= bound_s
     assert longest_wait_s("kvasir", "oracle", ("passing_share", 0.95)) > bound_s
+
+
+def test_requests_whose_wait_would_be_too_long_are_refused_and_more_of_the_others_are_in_time() -> None:
+    case = Case(Source("sharegpt"), "kvasir", "oracle", Machine(capacity_blocks=120), requests=120)
+    calm = run_case(case.at(0.05))
+    assert calm.refused == 0 and run_case(replace(case, refuse_wait_s=20.0).at(0.05)).records == calm.records
+    every, some = (run_case(replace(case, refuse_wait_s=most_s).at(2.0)) for most_s in (0.0, 20.0))
+    assert every.refused == 0 and some.refused > 0 and len(some.records) + some.refused == 120
+    longest = [max(record.queue_s for record in each.records) for each in (every, some)]
+    assert longest[1] < 0.7 * longest[0]
+    kept = [summarize(each, measure_level(calm)) for each in (every, some)]
+    assert kept[0]["slo"] < kept[1]["slo"] <= len(some.records) / 120 and kept[1]["refused"] == some.refused
 
 
 COST = LinearCost("linear", 0.02, 0.0002, 0.0003, 0.000001)

@@ -1,11 +1,13 @@
 """The headline of `bench sim-ecoserve`: the gain of `kvasir` over `vllm`, by length predictor.
 
 A stack can have `histogram`, and `learned` if the trace has a trained model's predictions; a noisy oracle and
-the truth are bounds.
+the truth are bounds. Rates are sustained by serving everybody. For service levels, `kvasir` refuses requests
+with a long expected wait, as a stack does by default; refused ones count as late.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 
 from bench.kit.outcome import Table
 from bench.kit.stats import interval, median_of_ratios
@@ -18,6 +20,7 @@ from bench.simulated.ecoserve.measures import (
     answer_rate,
     measure_reference,
 )
+from services.scheduler.policy.contract import REFUSE_WAIT_S
 from sim.case import Case, Machine
 from sim.sweep import sweep
 from sim.workloads import Source, has_predictions, longest_tokens
@@ -25,7 +28,18 @@ from sim.workloads import Source, has_predictions, longest_tokens
 PREDICTORS = ("histogram", "sigma0.5", "oracle")
 LEARNED = "learned"
 POLICY = "kvasir"
-_FIGURES = {"k_rate_vs_vllm": "rate_per_s", "k_slo_vs_vllm": "slo", "k_wait_p999_vs_vllm": "wait_s_p999"}
+_OVERLOAD = 1.5
+_LOADS = (0.5, 0.75, 0.9, 1.0)
+"""Shares of the peer's rate without overload."""
+_FIGURES = {
+    "k_rate_vs_vllm": "rate_per_s",
+    "k_slo_vs_vllm": "slo",
+    "k_wait_p999_vs_vllm": "wait_s_p999",
+    "k_tok_s_vs_vllm": "tokens_per_s",
+    "k_slo_overload_vs_vllm": "slo_overload",
+    "k_wait_p999_overload_vs_vllm": "wait_s_p999_overload",
+}
+_SHOWN = ("rate", "SLO", "p99.9 wait", "tokens/s", f"SLO at {_OVERLOAD} x", "p99.9 wait there")
 _LEAST = 1e-6
 _LARGE = Machine(capacity_blocks=5120)
 """For traces with prompts larger than a standard worker's KV."""
@@ -58,7 +72,7 @@ class SeedQuestion:
 
 
 Answers = dict[str, dict[str, float]]
-"""By predictor and `PEER`: `rate_per_s`, and `sim.summary` at 1.2 times the peer's rate."""
+"""By predictor and `PEER`: `rate_per_s`, `sim.summary` at 1.2 times the peer's rate, and at `_OVERLOAD`."""
 
 
 def answer_seed(question: SeedQuestion) -> Answers:
@@ -69,10 +83,21 @@ def answer_seed(question: SeedQuestion) -> Answers:
     sides = {PEER: peers[best]} | {name: _case(question, POLICY, name) for name in question.predictors}
     answers: Answers = {}
     for name, case in sides.items():
-        at = RateQuestion(name, case, PAST_KNEE * rates[best], question.reference.level, (question.seed,))
         rate = rates[best] if name == PEER else _knee(question, case)
-        answers[name] = {"rate_per_s": rate, **answer_rate(at)}
+        served = case if name == PEER else replace(case, refuse_wait_s=REFUSE_WAIT_S)
+        knee = RateQuestion(name, served, rates[best], question.reference.level, (question.seed,))
+        found = {
+            load: answer_rate(replace(knee, rate_per_s=load * rates[best]))
+            for load in (*_LOADS, PAST_KNEE, _OVERLOAD)
+        }
+        answers[name] = {"rate_per_s": rate, **found[PAST_KNEE]}
+        answers[name] |= {f"{key}_overload": value for key, value in found[_OVERLOAD].items()}
+        answers[name] |= {_at(load): found[load]["slo"] for load in _LOADS}
     return answers
+
+
+def _at(load: float) -> str:
+    return f"slo_at_{load:g}"
 
 
 def _case(question: SeedQuestion, policy: str, predictor: str, *, chunked: bool = True) -> Case:
@@ -146,7 +171,18 @@ def headline_figures(found: dict[tuple[str, int], Answers]) -> tuple[dict[str, f
                 key = f"{figure}_{trace}_{predictor}"
                 figures |= {key: median_of_ratios(ours, theirs), f"{key}_low": low, f"{key}_high": high}
                 row.append(f"{figures[key]:.2f} ({low:.2f} to {high:.2f})")
+            end = f"{trace}_{predictor}"
+            below = [each[predictor][_at(load)] / each[PEER][_at(load)] for each in seeds for load in _LOADS]
+            figures[f"k_slo_below_knee_vs_vllm_least_{end}"] = min(below)
+            for name in ("refused", "refused_overload"):
+                counts = [
+                    each[predictor][name] / (each[predictor][name] + each[predictor]["requests"])
+                    for each in seeds
+                ]
+                figures[f"k_{name}_{end}"] = mean(counts)
             rows.append(tuple(row))
-        title = f"{trace} (simulated), {len(seeds)} seeds: kvasir over vllm, median and interval"
-        tables.append(Table(title, ("predictor", "rate", f"SLO at {PAST_KNEE} x", "p99.9 of waiting"), rows))
+        title = (
+            f"{trace} (simulated), {len(seeds)} seeds: kvasir over vllm at {PAST_KNEE} x, with intervals"
+        )
+        tables.append(Table(title, ("predictor", *_SHOWN), rows))
     return figures, tables

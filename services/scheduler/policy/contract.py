@@ -253,8 +253,10 @@ def by_work(task: Task, work_s: float) -> QueueKey:
     return work_s
 
 
-PASSING_SHARE = 0.35
+PASSING_SHARE = 0.8
 """Share of started work that may pass older waiting work."""
+REFUSE_WAIT_S = 10.0
+"""Longest expected wait of an accepted request, by default."""
 TRIAL_SHAPE = WorkerShape(block_tokens=16, capacity_blocks=4096)
 """Shape for a policy object that plans for no worker."""
 

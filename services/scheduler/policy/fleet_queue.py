@@ -10,7 +10,9 @@ share of started work may pass older work. Only a few requests wait at each work
 import heapq
 from collections import Counter
 from collections.abc import Container, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -87,14 +89,15 @@ class ForeseenWait:
         self._workers = workers
         self.rate.on_tick(now_s, workers, is_waited=bool(self._entries))
 
-    def wait_s(self, tenant: Tenant, priority: int, work_s: float) -> float | None:
-        """Return the expected wait of a new request with `work_s` of work, None without workers."""
+    def wait_s(self, tenant: Tenant, priority: int, work_s: float, behind_s: float = 0.0) -> float | None:
+        """Return the expected wait of a new request with `work_s` of work, None without workers. `behind_s`:
+        its tenant's waiting work of this priority that it passes."""
         if not self._entries:
             return 0.0
         if not self._workers:
             return None
         own = self._waiting.get(tenant.name, _WaitingWork(tenant))
-        before_s = sum([own_s for level, own_s in own.work_s.items() if level <= priority], 0.0)
+        before_s = sum([own_s for level, own_s in own.work_s.items() if level <= priority], -behind_s)
         share_s = (before_s + work_s) / tenant.weight
         level = CLASS_LEVELS[tenant.service_class]
         for name, other in self._waiting.items():
@@ -336,7 +339,21 @@ class FleetQueue:
         """Return the expected wait of a request that is not queued, or None before speeds are measured."""
         if not self._speeds.are_measured:
             return None
-        return self.foreseen.wait_s(tenant, task.priority, self.work_s(task))
+        work_s = self.work_s(task)
+        return self.foreseen.wait_s(tenant, task.priority, work_s, self._behind_s(task, tenant, work_s))
+
+    def _behind_s(self, task: Task, tenant: Tenant, work_s: float) -> float:
+        """Return the work of the tenant's waiting requests that this one would pass."""
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            return 0.0
+        with suppress(PolicyFailed):  # `add` tells the client
+            rank = (task.priority, self._rule.place(task, work_s), task.arrival_s, task.key)
+            behind = takewhile(
+                lambda one: one.task.priority == task.priority, account.by_rank.irange_key(rank)
+            )
+            return sum(one.work_s for one in behind)
+        return 0.0
 
     def charged_s(self) -> Iterator[tuple[str, float]]:
         """Return every tenant with its counter."""

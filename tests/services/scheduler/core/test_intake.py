@@ -275,9 +275,9 @@ def test_what_is_foreseen_to_wait_too_long_is_refused_and_told_when_to_come_agai
     roster = _busy()
     before = dict(roster.sequences)
     with pytest.raises(Overloaded, match="would wait for 60 s, and no more than 30 s") as refused:
-        Intake(roster).on_submit(submitted("new"), 0.0)
+        Intake(roster).on_submit(submitted("z"), 0.0)
     assert refused.value.retry_after_s == pytest.approx(60.0, rel=0.05) and roster.sequences == before
-    assert not Intake(_busy(25.0)).on_submit(submitted("new"), 0.0)[0].known
+    assert not Intake(_busy(25.0)).on_submit(submitted("z"), 0.0)[0].known
 
 
 def test_what_was_taken_once_is_never_refused_for_a_wait() -> None:

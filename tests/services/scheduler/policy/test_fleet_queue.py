@@ -3,11 +3,14 @@
 from functools import partial
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from services.scheduler.core.backlog import Feed
 from services.scheduler.policy.contract import (
+    BY_ARRIVAL,
     BY_WORK,
     PASSING_SHARE,
     PolicySettings,
@@ -59,6 +62,20 @@ def test_a_late_prediction_changes_the_place_of_one_that_waits() -> None:
     made.on_predicted(("b", 0), predicted(5))
     made.on_predicted(("nobody", 0), predicted(5))
     assert names(made.next(2)) == "ba"
+
+
+def test_the_expected_wait_counts_only_what_goes_before() -> None:
+    made = queue(task("m", 0.0, 300), task("l", 1.0, 3000))
+    made.foreseen.on_tick(0.0, 1)
+    rank_m, rank_l = (made.work_s(each) for each in made)
+    rate = made.foreseen.rate.per_worker
+    for answer, before_s in ((10, 0.0), (600, rank_m), (4000, rank_m + rank_l)):
+        assert made.wait_s(task("new", 2.0, answer), NOBODY) == pytest.approx(before_s / rate), answer
+    urgent = structs.replace(task("new", 2.0, 4000), priority=-1)
+    assert made.wait_s(urgent, NOBODY) == 0.0 and len(made) == 2
+    by_arrival = queue(task("m", 0.0, 300), rule=BY_ARRIVAL)
+    by_arrival.foreseen.on_tick(0.0, 1)
+    assert by_arrival.wait_s(task("new", 2.0, 10), NOBODY) == pytest.approx(rank_m / rate)
 
 
 def test_what_passes_the_oldest_is_bounded_and_asking_changes_nothing() -> None:
