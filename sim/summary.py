@@ -61,7 +61,7 @@ def summarize(outcome: Outcome, level: ServiceLevel | None = None) -> dict[str, 
     tokens = sum(record.request.output_tokens for record in records)
     figures = {
         "requests": float(len(records)),
-        "refused": float(outcome.refused),
+        "refused": outcome.refused / (len(records) + outcome.refused),
         "requests_per_s": len(records) / span_s,
         "tokens_per_s": tokens / span_s,
         "normalized_s": normalized_latency_s(records),

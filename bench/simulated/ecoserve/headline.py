@@ -86,10 +86,8 @@ def answer_seed(question: SeedQuestion) -> Answers:
         rate = rates[best] if name == PEER else _knee(question, case)
         served = case if name == PEER else replace(case, refuse_wait_s=REFUSE_WAIT_S)
         knee = RateQuestion(name, served, rates[best], question.reference.level, (question.seed,))
-        found = {
-            load: answer_rate(replace(knee, rate_per_s=load * rates[best]))
-            for load in (*_LOADS, PAST_KNEE, _OVERLOAD)
-        }
+        loads = (*_LOADS, PAST_KNEE, _OVERLOAD)
+        found = {load: answer_rate(replace(knee, rate_per_s=load * rates[best])) for load in loads}
         answers[name] = {"rate_per_s": rate, **found[PAST_KNEE]}
         answers[name] |= {f"{key}_overload": value for key, value in found[_OVERLOAD].items()}
         answers[name] |= {_at(load): found[load]["slo"] for load in _LOADS}
@@ -175,14 +173,8 @@ def headline_figures(found: dict[tuple[str, int], Answers]) -> tuple[dict[str, f
             below = [each[predictor][_at(load)] / each[PEER][_at(load)] for each in seeds for load in _LOADS]
             figures[f"k_slo_below_knee_vs_vllm_least_{end}"] = min(below)
             for name in ("refused", "refused_overload"):
-                counts = [
-                    each[predictor][name] / (each[predictor][name] + each[predictor]["requests"])
-                    for each in seeds
-                ]
-                figures[f"k_{name}_{end}"] = mean(counts)
+                figures[f"k_{name}_{end}"] = mean(each[predictor][name] for each in seeds)
             rows.append(tuple(row))
-        title = (
-            f"{trace} (simulated), {len(seeds)} seeds: kvasir over vllm at {PAST_KNEE} x, with intervals"
-        )
+        title = f"{trace} (simulated), {len(seeds)} seeds: kvasir over vllm at {PAST_KNEE} x"
         tables.append(Table(title, ("predictor", *_SHOWN), rows))
     return figures, tables

@@ -10,9 +10,7 @@ share of started work may pass older work. Only a few requests wait at each work
 import heapq
 from collections import Counter
 from collections.abc import Container, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -90,8 +88,7 @@ class ForeseenWait:
         self.rate.on_tick(now_s, workers, is_waited=bool(self._entries))
 
     def wait_s(self, tenant: Tenant, priority: int, work_s: float, behind_s: float = 0.0) -> float | None:
-        """Return the expected wait of a new request with `work_s` of work, None without workers. `behind_s`:
-        its tenant's waiting work of this priority that it passes."""
+        """Return the expected wait of a new request, None without workers. It passes `behind_s` of work."""
         if not self._entries:
             return 0.0
         if not self._workers:
@@ -336,24 +333,15 @@ class FleetQueue:
             self._close(key)
 
     def wait_s(self, task: Task, tenant: Tenant) -> float | None:
-        """Return the expected wait of a request that is not queued, or None before speeds are measured."""
+        """Return the expected wait of a request that does not wait yet, None without measured speeds. Raises
+        PolicyFailed if the key fails."""
         if not self._speeds.are_measured:
             return None
-        work_s = self.work_s(task)
-        return self.foreseen.wait_s(tenant, task.priority, work_s, self._behind_s(task, tenant, work_s))
-
-    def _behind_s(self, task: Task, tenant: Tenant, work_s: float) -> float:
-        """Return the work of the tenant's waiting requests that this one would pass."""
-        account = self._accounts.get(tenant.name)
-        if account is None:
-            return 0.0
-        with suppress(PolicyFailed):  # `add` tells the client
-            rank = (task.priority, self._rule.place(task, work_s), task.arrival_s, task.key)
-            behind = takewhile(
-                lambda one: one.task.priority == task.priority, account.by_rank.irange_key(rank)
-            )
-            return sum(one.work_s for one in behind)
-        return 0.0
+        work_s, account = self.work_s(task), self._accounts.get(tenant.name)
+        rank = (task.priority, self._rule.place(task, work_s), task.arrival_s, task.key)
+        behind = account.by_rank.irange_key(rank) if account else ()
+        behind_s = sum(one.work_s for one in behind if one.task.priority == task.priority)
+        return self.foreseen.wait_s(tenant, task.priority, work_s, behind_s)
 
     def charged_s(self) -> Iterator[tuple[str, float]]:
         """Return every tenant with its counter."""
