@@ -68,9 +68,7 @@ def run(context: Context) -> Outcome:
         *(f"step ms, {batch}" for batch in _BATCHES),
         "prompt tok/s",
     )
-    notes = [
-        f"{sum(map(len, chunks))} tokens in chunks of {_CHUNK}; activations of int8 and int4 have 8 bits"
-    ]
+    notes = [f"{sum(map(len, chunks))} tokens in chunks of {_CHUNK}; activations have 16 bits, or 8"]
     return Outcome(figures, 0, [Table("weights of fewer bits", columns, rows)], notes)
 
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "vector.h"
 
@@ -101,7 +102,7 @@ int place(int column, int input) {
     return input / 2 * 2 * kColumns + column * 2 + input % 2;
 }
 
-// Activations of some rows in 8 bits: numbers [rows][inputs], a scale and scaled sum for each group.
+// Activations of some rows in 8 bits, or 16 beside weights of 8: numbers [rows][inputs], a scale and scaled sum for each group.
 struct Rounded {
   const void* numbers;  // int8 for four bits, int16 for eight
   const float* scales;
@@ -120,7 +121,8 @@ void round_row(const float* row, int32_t inputs, Number* numbers, float* scales,
     }
     float widest = 0;
     for (int lane = 0; lane < kLanes; ++lane) widest = most[lane] > widest ? most[lane] : widest;
-    const float inverse = widest > 0 ? 127.0f / widest : 0.0f, scale = widest / 127.0f + sum(poison);
+    constexpr float kMost = std::numeric_limits<Number>::max();
+    const float inverse = widest > 0 ? kMost / widest : 0.0f, scale = widest / kMost + sum(poison);
     IntVec total{};
     for (int i = 0; i < kGroup; i += kLanes) {
       const Vec shifted = load(row + i) * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer

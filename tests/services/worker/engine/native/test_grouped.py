@@ -65,26 +65,30 @@ def random_weights(kind: int, outputs: int, inputs: int, seed: int) -> Grouped:
     return Grouped(kind, numbers, scales, least if four or kind == grouped.EIGHT_FLOATS else None)
 
 
-def rounded(a: torch.Tensor) -> torch.Tensor:
-    """Activations in 8 bits by groups of 32, in fp64."""
-    numbers, scales = numbered(a)
+def rounded(a: torch.Tensor, kind: int) -> torch.Tensor:
+    """Activations in 8 or 16 bits by groups of 32, in fp64."""
+    numbers, scales = numbered(a, kind)
     return (numbers.round() * scales).flatten(1)
 
 
-def exact_and_bound(a: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def exact_and_bound(a: torch.Tensor, wide: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The product with fp64 weights, and how far off one of the library may be."""
-    numbers, scales = numbered(a)
-    is_tie = ((numbers - numbers.floor() - 0.5).abs() < 1e-4).double()  # A machine may round it either way.
-    around = rounded(a).abs() * 1e-6 + (is_tie * scales).flatten(1)
-    return rounded(a) @ wide.T, around @ wide.abs().T + 1e-6
+    numbers, scales = numbered(a, kind)
+    is_tie = ((numbers - numbers.floor() - 0.5).abs() < 1e-6 * most(kind)).double()  # either way is right
+    around = rounded(a, kind).abs() * 1e-6 + (is_tie * scales).flatten(1)
+    return rounded(a, kind) @ wide.T, around @ wide.abs().T + 1e-6
 
 
-def numbered(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def most(kind: int) -> int:
+    return 127 if kind in (grouped.FOUR_HALVES, grouped.FOUR_FLOATS) else 32767
+
+
+def numbered(a: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations in units of their group's scale, and that, in fp64."""
     groups = a.reshape(len(a), -1, 32)
     widest = groups.abs().amax(-1, keepdim=True)
-    inverse = torch.where(widest > 0, 127.0 / widest, 0.0)
-    return groups.double() * inverse.double(), (widest / 127).double()
+    inverse = torch.where(widest > 0, most(kind) / widest, 0.0)
+    return groups.double() * inverse.double(), (widest / most(kind)).double()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +108,7 @@ def test_the_product_is_that_of_rounded_activations(
     matrix = packer.pack(weights)
     a, onto = torch.randn(rows, 32 * groups), torch.randn(rows, outputs)
     wide = weights.values().double()
-    exact, bound = exact_and_bound(a, wide)
+    exact, bound = exact_and_bound(a, wide, kind)
     product = multiply(library, matrix, a, threads=threads)
     assert ((product - exact).abs() <= bound).all()
     assert torch.equal(multiply(library, matrix, a, ADD, threads, onto), onto + product)
@@ -122,7 +126,7 @@ def test_a_pair_goes_through_its_gate(kind: int, gate: int, outputs: int) -> Non
     parts = [random_weights(kind, outputs, 64, seed) for seed in (1, 2)]
     packer, a = WeightPacker(load()), torch.randn(9, 64) * 3
     found = multiply(load(), packer.pack_pair(*parts), a, gate)
-    gated, up = (rounded(a) @ part.values().double().T for part in parts)
+    gated, up = (rounded(a, kind) @ part.values().double().T for part in parts)
     through = (
         torch.nn.functional.silu(gated)
         if gate == SILU
