@@ -7,6 +7,7 @@ with a long expected wait, as a stack does by default; refused ones count as lat
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import truediv
 from statistics import mean
 
 from bench.kit.outcome import Table
@@ -82,20 +83,18 @@ def answer_seed(question: SeedQuestion) -> Answers:
     best = max(range(2), key=rates.__getitem__)
     sides = {PEER: peers[best]} | {name: _case(question, POLICY, name) for name in question.predictors}
     answers: Answers = {}
+    calm: dict[str, list[float]] = {}
     for name, case in sides.items():
         rate = rates[best] if name == PEER else _knee(question, case)
         served = case if name == PEER else replace(case, refuse_wait_s=REFUSE_WAIT_S)
         knee = RateQuestion(name, served, rates[best], question.reference.level, (question.seed,))
         loads = (*_LOADS, PAST_KNEE, _OVERLOAD)
         found = {load: answer_rate(replace(knee, rate_per_s=load * rates[best])) for load in loads}
-        answers[name] = {"rate_per_s": rate, **found[PAST_KNEE]}
-        answers[name] |= {f"{key}_overload": value for key, value in found[_OVERLOAD].items()}
-        answers[name] |= {_at(load): found[load]["slo"] for load in _LOADS}
+        late = {f"{key}_overload": value for key, value in found[_OVERLOAD].items()}
+        calm[name] = [found[load]["slo"] for load in _LOADS]
+        least = min(map(truediv, calm[name], calm[PEER]))
+        answers[name] = {"rate_per_s": rate, "slo_below_knee": least, **found[PAST_KNEE], **late}
     return answers
-
-
-def _at(load: float) -> str:
-    return f"slo_at_{load:g}"
 
 
 def _case(question: SeedQuestion, policy: str, predictor: str, *, chunked: bool = True) -> Case:
@@ -170,8 +169,8 @@ def headline_figures(found: dict[tuple[str, int], Answers]) -> tuple[dict[str, f
                 figures |= {key: median_of_ratios(ours, theirs), f"{key}_low": low, f"{key}_high": high}
                 row.append(f"{figures[key]:.2f} ({low:.2f} to {high:.2f})")
             end = f"{trace}_{predictor}"
-            below = [each[predictor][_at(load)] / each[PEER][_at(load)] for each in seeds for load in _LOADS]
-            figures[f"k_slo_below_knee_vs_vllm_least_{end}"] = min(below)
+            below = min(each[predictor]["slo_below_knee"] for each in seeds)
+            figures[f"k_slo_below_knee_vs_vllm_least_{end}"] = below
             for name in ("refused", "refused_overload"):
                 figures[f"k_{name}_{end}"] = mean(each[predictor][name] for each in seeds)
             rows.append(tuple(row))

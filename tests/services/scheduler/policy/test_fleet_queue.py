@@ -67,8 +67,8 @@ def test_the_expected_wait_counts_only_what_goes_before() -> None:
     made = queue(task("m", 0.0, 300), task("l", 1.0, 3000))
     made.foreseen.on_tick(0.0, 1)
     medium_s, long_s = (made.work_s(each) / made.foreseen.rate.per_worker for each in made)
-    for answer, wait_s in ((10, 0.0), (600, medium_s), (4000, medium_s + long_s)):
-        assert made.wait_s(task("n", 2.0, answer), NOBODY) == pytest.approx(wait_s)
+    waits_s = [made.wait_s(task("n", 2.0, answer), NOBODY) for answer in (10, 600, 4000)]
+    assert waits_s == pytest.approx([0.0, medium_s, medium_s + long_s])
     assert made.wait_s(structs.replace(task("n", 2.0, 4000), priority=-1), NOBODY) == 0
 
 

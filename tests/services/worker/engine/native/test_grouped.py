@@ -19,6 +19,8 @@ KINDS = [
     grouped.EIGHT_FLOATS,
     grouped.EIGHT_SIXTEEN,
 ]
+MOST = dict.fromkeys(KINDS[:2], 127) | dict.fromkeys(KINDS[2:], 32767)
+"""Largest number of an activation, by kind."""
 STORE, ADD, SILU, GELU = range(4)
 
 
@@ -74,21 +76,17 @@ def rounded(a: torch.Tensor, kind: int) -> torch.Tensor:
 def exact_and_bound(a: torch.Tensor, wide: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The product with fp64 weights, and how far off one of the library may be."""
     numbers, scales = numbered(a, kind)
-    is_tie = ((numbers - numbers.floor() - 0.5).abs() < 1e-6 * most(kind)).double()  # either way is right
+    is_tie = ((numbers - numbers.floor() - 0.5).abs() < 1e-6 * MOST[kind]).double()  # either way is right
     around = rounded(a, kind).abs() * 1e-6 + (is_tie * scales).flatten(1)
     return rounded(a, kind) @ wide.T, around @ wide.abs().T + 1e-6
-
-
-def most(kind: int) -> int:
-    return 127 if kind in (grouped.FOUR_HALVES, grouped.FOUR_FLOATS) else 32767
 
 
 def numbered(a: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations in units of their group's scale, and that, in fp64."""
     groups = a.reshape(len(a), -1, 32)
     widest = groups.abs().amax(-1, keepdim=True)
-    inverse = torch.where(widest > 0, most(kind) / widest, 0.0)
-    return groups.double() * inverse.double(), (widest / most(kind)).double()
+    inverse = torch.where(widest > 0, MOST[kind] / widest, 0.0)
+    return groups.double() * inverse.double(), (widest / MOST[kind]).double()
 
 
 @pytest.mark.parametrize("kind", KINDS)
