@@ -74,6 +74,7 @@ listen: "127.0.0.1:{access.port}"
 server_name: "kvasir"
 max_payload: {config.nats_max_payload_bytes}
 max_connections: {config.nats_max_connections}
+max_closed_clients: 64  # of 10,000: the supervisor greets twice a second
 jetstream {{
   store_dir: {_quoted(store)}
   max_memory_store: {config.nats_max_memory_store_bytes}
