@@ -133,8 +133,7 @@ CONFIG_EXIT_CODE = 2
 STARTING_STUCK_S = 60.0
 """Time without an answer after which a process is replaced that is not ready: loading may hold the GIL."""
 _ANSWER_S = _SILENT_BEAT_S = 0.25  # silent processes are asked more often
-_SILENT_S = STUCK_S - BEAT_S
-"""Measured silence of a process to replace; its last answer came up to a beat before."""
+_SILENT_S = STUCK_S - BEAT_S  # measured; the last answer came up to a beat before
 _PROBE_S = 0.05
 _KILL_WAIT_S = 5.0
 

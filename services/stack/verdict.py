@@ -14,8 +14,8 @@ _RECENT_S = 300.0
 """Time for which a crash is reported."""
 _SLOW = 5.0
 """A step this many times as long as those of the other workers is slow."""
-_SILENT_S, _ASIDE_S = 2.0, 5.0
-"""Time without an answer, and off the bus or without a leader, after which it is reported."""
+_BRIEF_S, _SILENT_S, _ASIDE_S = 1.0, 2.0, 5.0
+"""Time in the queue, without an answer, and off the bus or without a leader, after which it is reported."""
 ChildRows: TypeAlias = Sequence[Mapping[str, Any]]
 Answers: TypeAlias = Sequence[ServiceStatus]
 _NAMED = 3
@@ -142,7 +142,8 @@ def _shortages(by_service: Mapping[str, Sequence[ServiceStatus]]) -> Iterator[st
         yield "workers: none answers"
     if full:
         yield f"KV at {', '.join(full[:_NAMED])}{'…' if len(full) > _NAMED else ''}"
-    if scheduler.get("queued") and not full and workers:
+    is_long = any(row["waited_s"] >= _BRIEF_S for row in scheduler.get("queue", ()))
+    if scheduler.get("queued") and not full and workers and is_long:
         room = "" if any(share > _SPARSE for share in shares.values()) else ", though there is KV"
         yield f"turns: {_count(scheduler['queued'], 'sequence')} queued{room}"
 

@@ -230,10 +230,10 @@ def test_a_full_worker_is_what_is_short() -> None:
 
 
 def test_who_waits_beside_free_memory_waits_for_a_turn() -> None:
-    lines = verdict(CHILDREN, all_say(10, running=64, queued=2), NOW_S)
-    assert lines[2] == "short of: turns: 2 sequences queued, though there is KV"
-    lines = verdict(CHILDREN, all_say(80, running=64, queued=1), NOW_S)
-    assert lines[2] == "short of: turns: 1 sequence queued"
+    short, room = "short of: turns: 1 sequence queued", ", though there is KV"
+    cases = {(10, 4.0): short + room, (80, 4.0): short, (10, 0.2): "short of: nothing"}
+    for (share, waited_s), line in cases.items():
+        assert verdict(CHILDREN, all_say(share, queued=1, queue=[{"waited_s": waited_s}]), NOW_S)[2] == line
 
 
 def test_what_is_not_ready_or_silent_is_named() -> None:
