@@ -142,8 +142,9 @@ def _shortages(by_service: Mapping[str, Sequence[ServiceStatus]]) -> Iterator[st
         yield "workers: none answers"
     if full:
         yield f"KV at {', '.join(full[:_NAMED])}{'…' if len(full) > _NAMED else ''}"
-    is_long = any(row["waited_s"] >= _BRIEF_S for row in scheduler.get("queue", ()))
-    if scheduler.get("queued") and not full and workers and is_long:
+    shown = [row["waited_s"] for row in scheduler.get("queue", ()) if not row["worker"]]
+    is_brief = len(shown) == scheduler.get("queued", 0) and max(shown, default=0.0) < _BRIEF_S
+    if not is_brief and not full and workers:
         room = "" if any(share > _SPARSE for share in shares.values()) else ", though there is KV"
         yield f"turns: {_count(scheduler['queued'], 'sequence')} queued{room}"
 

@@ -30,8 +30,8 @@ PREDICTORS = ("histogram", "sigma0.5", "oracle")
 LEARNED = "learned"
 POLICY = "kvasir"
 _OVERLOAD = 1.5
-_LOADS = (0.5, 0.75, 0.9, 1.0)
-"""Shares of the peer's rate without overload."""
+_LOADS = (0.5, 0.75, 0.9, 1.0, PAST_KNEE, _OVERLOAD)
+"""Multiples of the peer's rate."""
 _FIGURES = {
     "k_rate_vs_vllm": "rate_per_s",
     "k_slo_vs_vllm": "slo",
@@ -88,10 +88,9 @@ def answer_seed(question: SeedQuestion) -> Answers:
         rate = rates[best] if name == PEER else _knee(question, case)
         served = case if name == PEER else replace(case, refuse_wait_s=REFUSE_WAIT_S)
         knee = RateQuestion(name, served, rates[best], question.reference.level, (question.seed,))
-        loads = (*_LOADS, PAST_KNEE, _OVERLOAD)
-        found = {load: answer_rate(replace(knee, rate_per_s=load * rates[best])) for load in loads}
+        found = {load: answer_rate(replace(knee, rate_per_s=load * rates[best])) for load in _LOADS}
         late = {f"{key}_overload": value for key, value in found[_OVERLOAD].items()}
-        calm[name] = [found[load]["slo"] for load in _LOADS]
+        calm[name] = [found[load]["slo"] for load in _LOADS if load <= 1.0]
         least = min(map(truediv, calm[name], calm[PEER]))
         answers[name] = {"rate_per_s": rate, "slo_below_knee": least, **found[PAST_KNEE], **late}
     return answers

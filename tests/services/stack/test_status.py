@@ -230,10 +230,16 @@ def test_a_full_worker_is_what_is_short() -> None:
 
 
 def test_who_waits_beside_free_memory_waits_for_a_turn() -> None:
-    short, room = "short of: turns: 1 sequence queued", ", though there is KV"
-    cases = {(10, 4.0): short + room, (80, 4.0): short, (10, 0.2): "short of: nothing"}
-    for (share, waited_s), line in cases.items():
-        assert verdict(CHILDREN, all_say(share, queued=1, queue=[{"waited_s": waited_s}]), NOW_S)[2] == line
+    one, many = "turns: 1 sequence queued", "turns: 40 sequences queued"
+    cases = [
+        (80, 1, 4.0, one),
+        (10, 1, 4.0, f"{one}, though there is KV"),
+        (10, 1, 0.2, "nothing"),
+        (80, 40, 0.2, many),
+    ]
+    for share, queued, waited_s, found in cases:
+        says = all_say(share, queued=queued, queue=[{"worker": "", "waited_s": waited_s}])
+        assert verdict(CHILDREN, says, NOW_S)[2] == f"short of: {found}"
 
 
 def test_what_is_not_ready_or_silent_is_named() -> None:
