@@ -104,10 +104,7 @@ def _rotation(file: Path, header: GgufHeader, architecture: str, config: Mapping
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if architecture == "gemma3":
         local = float(said.get("gemma3.rope.freq_base_swa", 10000.0))
-        return {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        }
+        return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
     dimensions = said.get(f"{architecture}.rope.dimension_count", config["head_dim"])
     if dimensions != config["head_dim"]:
         rope["partial_rotary_factor"] = dimensions / config["head_dim"]

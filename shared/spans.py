@@ -152,11 +152,7 @@ def _provider(config: TracesConfig, service: str, instance: str) -> "tuple[Trace
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
     resource = Resource.create(
-        {
-            "service.namespace": "kvasir",
-            "service.name": f"kvasir-{service}",
-            "service.instance.id": instance,
-        }
+        {"service.namespace": "kvasir", "service.name": f"kvasir-{service}", "service.instance.id": instance}
     )
     sampler = ParentBased(TraceIdRatioBased(config.share))
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)

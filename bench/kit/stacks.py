@@ -46,11 +46,7 @@ RELIEF: Settings = {"scheduler.relief": True}
 """Relief ladder: sequences are migrated, paused or, with a cache, swapped."""
 PIE: Settings = {"worker.pie.enabled": True}
 """Blocks are swapped to the worker's host memory during the computation."""
-PLAIN: Settings = {
-    "worker.threads": 1,
-    "worker.prefix_cache.enabled": False,
-    "scheduler.policy": "vllm",
-}
+PLAIN: Settings = {"worker.threads": 1, "worker.prefix_cache.enabled": False, "scheduler.policy": "vllm"}
 """Settings for a comparison with another engine or server: one thread, no prefix cache."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _START_S = 240.0

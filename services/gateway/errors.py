@@ -26,6 +26,11 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
 
+def free_frames(error: BaseException) -> None:
+    """Drop the error's traceback and context. Their frames hold it, and all that the request holds."""
+    error.__traceback__ = error.__context__ = None
+
+
 INVALID, RATE_LIMIT, SERVER = "invalid_request_error", "rate_limit_error", "server_error"
 MAX_SHOWN_CHARS = 1000
 """Longest text in an error body or a log line, since clients can supply parts of it."""

@@ -100,10 +100,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _train_lm_head(
-    arguments: argparse.Namespace,
-    samples: list[LengthSample],
-    held_out: int,
-    should_stop: Callable[[], bool],
+    arguments: argparse.Namespace, samples: list[LengthSample], held_out: int, should_stop: Callable[[], bool]
 ) -> None:
     try:
         from services.predictor.models.lm_head import LmHeadModel, train_lm_head

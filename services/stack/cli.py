@@ -98,10 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND")
     common = _Parser(add_help=False)
     common.add_argument(
-        "--run-dir",
-        type=Path,
-        default=DEFAULT_RUN_DIR,
-        help="state, logs and credentials [%(default)s]",
+        "--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="state, logs and credentials [%(default)s]"
     )
 
     up = commands.add_parser("up", parents=[common], help="start the stack; Ctrl-C stops it")
@@ -161,9 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     roll.set_defaults(command=_roll)
 
     status = commands.add_parser(
-        "status",
-        parents=[common],
-        help="show whether all is well; with NAME, everything about it",
+        "status", parents=[common], help="show whether all is well; with NAME, everything about it"
     )
     status.add_argument(
         "names", nargs="*", metavar="NAME", help="process (worker-0), service (worker), or all"
@@ -241,9 +236,7 @@ def _parser() -> argparse.ArgumentParser:
     remove.set_defaults(action="remove")
 
     credentials = commands.add_parser(
-        "credentials",
-        parents=[common],
-        help="create a NATS user for another instance",
+        "credentials", parents=[common], help="create a NATS user for another instance"
     )
     credentials.add_argument("name", help="SERVICE-ID, such as worker-2; or operator")
     credentials.set_defaults(command=_credentials)

@@ -56,9 +56,7 @@ class StackConfig(ServiceConfig):
         default=16 * 1024 * 1024, gt=0, description="memory limit of JetStream, which stores the leases"
     )
     nats_max_file_store_bytes: int = Field(
-        default=64 * 1024 * 1024,
-        ge=1024 * 1024,
-        description="disk limit of JetStream; the stack uses none",
+        default=64 * 1024 * 1024, ge=1024 * 1024, description="disk limit of JetStream; the stack uses none"
     )
     tls: bool = Field(
         default=False,
@@ -91,8 +89,7 @@ class StackConfig(ServiceConfig):
         "default; repeatable: workers take the models in turn",
     )
     more_models: tuple[str, ...] = Field(
-        default=(),
-        description="further models, written like `model`; workers take all models in turn",
+        default=(), description="further models, written like `model`; workers take all models in turn"
     )
     served_name: str | None = Field(
         default=None, description="name of the model for clients; unset: the last part of its folder or id"

@@ -102,13 +102,7 @@ def _variable(section: str, setting: str) -> str:
 
 
 def kvasir_table(
-    config: StackConfig,
-    run: RunDirectory,
-    *,
-    port: int,
-    access: BusAccess,
-    sources: Sources,
-    roll: RollCall,
+    config: StackConfig, run: RunDirectory, *, port: int, access: BusAccess, sources: Sources, roll: RollCall
 ) -> list[ChildSpec]:
     """Return all children. Raise ConfigError."""
     _check_models(config)

@@ -91,12 +91,7 @@ class _Stack:
         )
         self._roll = RollCall(self._access.config(OPERATOR))
         specs = options.make_table(
-            config,
-            self._run,
-            port=self._port,
-            access=self._access,
-            sources=options.sources,
-            roll=self._roll,
+            config, self._run, port=self._port, access=self._access, sources=options.sources, roll=self._roll
         )
         check_settings(specs, ROOT)
         env = next((spec.env for spec in specs if spec.name.startswith("gateway-")), {})
@@ -159,9 +154,7 @@ class _Stack:
 
     async def _follow_placement(self) -> None:
         """Park and restart workers as placement demands, in a scaled stack."""
-        from shared.bus import (
-            Listener,  # slow to import, see `roll_call`
-        )
+        from shared.bus import Listener  # slow to import, see `roll_call`
 
         handlers = (Listener(PLACEMENT_WANTED, WorkersWanted, "on_wanted"),)
         with contextlib.suppress(KvasirError):

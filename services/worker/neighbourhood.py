@@ -189,15 +189,7 @@ class Neighbourhood:
         )
         requests = itertools.count(1)
         self._lending = Lending(
-            bus,
-            settings,
-            owner,
-            door,
-            own,
-            registry.neighbours,
-            requests,
-            clock,
-            borrower=self.borrower,
+            bus, settings, owner, door, own, registry.neighbours, requests, clock, borrower=self.borrower
         )
         grants = LentGrants(self._lending.grants, self._on_freed, clock)
         if kept is not None:

@@ -145,16 +145,7 @@ class Worker:
         core = core_of(bus, config, engine, self._registry.host, pool, prefixes)
         self._door = Door(core, clock, self._courier.deliver)
         self._neighbours = Neighbourhood(
-            bus,
-            config,
-            engine,
-            own,
-            pool,
-            self._door,
-            self._registry,
-            self._copies,
-            store=store,
-            clock=clock,
+            bus, config, engine, own, pool, self._door, self._registry, self._copies, store=store, clock=clock
         )
         account = watchdog.part(f"engine of {bus.instance}")
         self._runner = Runner(

@@ -6,14 +6,7 @@ from shared.bus.connection import Bus
 from shared.bus.express import Express
 from shared.bus.lease import Lease
 from shared.bus.runtime import OwnThread, fenced, run_main, run_service
-from shared.bus.serving import (
-    Endpoint,
-    Handler,
-    Listener,
-    recorder_handlers,
-    status_handlers,
-    status_of,
-)
+from shared.bus.serving import Endpoint, Handler, Listener, recorder_handlers, status_handlers, status_of
 
 __all__ = [
     "Bus",

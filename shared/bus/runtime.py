@@ -1,6 +1,7 @@
 """Run a service's main coroutine: event loop, signals, exit code."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -19,6 +20,8 @@ from shared.errors import ConfigError, KvasirError, PermissionRefused
 
 _log = logging.getLogger("kvasir.runtime")
 _STOP_DEADLINE_S = 10.0
+_FULL_COLLECTIONS = 100
+"""Collections of the second generation per full one (Python: 10), which stops a busy gateway for 0.2 s."""
 
 C = TypeVar("C", bound=ServiceConfig)
 Main = Callable[[], Coroutine[Any, Any, None]]
@@ -34,6 +37,7 @@ def run_main(service: str, config_type: type[C], run: Callable[[C], Coroutine[An
         print(f"error: {service}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     log.configure(config.log_level, service, config.instance, config.log_format)
+    gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTIONS)
     with spans.exported(config.traces, service, config.instance):
         watchdog.start(config.instance)
         run_service(lambda: run(config))

@@ -223,9 +223,7 @@ class ServedListener:
 
     async def start(self, client: Client, _service: Service | None) -> None:
         self._subscription = await client.subscribe(
-            self.subject,
-            queue=self.spec.queue or "",
-            cb=self._on_message,
+            self.subject, queue=self.spec.queue or "", cb=self._on_message
         )
         if self._inline:
             handle_inline(self._subscription, self._on_inline)

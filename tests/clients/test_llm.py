@@ -105,10 +105,7 @@ def test_the_command_line_with_a_schema_for_several(stack: Serving, user_path: P
 
 @pytest.mark.parametrize(
     ("model", "prompt", "error"),
-    [
-        ("theirs", FIRST, openai.NotFoundError),
-        ("ours", OVERLONG, openai.BadRequestError),
-    ],
+    [("theirs", FIRST, openai.NotFoundError), ("ours", OVERLONG, openai.BadRequestError)],
 )
 def test_errors_of_the_library(
     stack: Serving, user_path: Path, model: str, prompt: str, error: type[openai.APIStatusError]

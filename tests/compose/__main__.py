@@ -21,16 +21,7 @@ import httpx
 from bench.kit.load import Answer as Answered
 from bench.kit.load import Target, complete, insist
 from services.stack.compose import KEY_FILE, write_secrets
-from tests.compose.containers import (
-    MODEL,
-    WORKERS,
-    CannotRun,
-    Project,
-    docker,
-    find_compose,
-    state_of,
-    until,
-)
+from tests.compose.containers import MODEL, WORKERS, CannotRun, Project, docker, find_compose, state_of, until
 from tests.compose.image import check_image
 from tests.stack.client import Answer, Client, Question
 from tests.stack.prompts import ASKED

@@ -37,10 +37,7 @@ _PLACEHOLDERS = {
 _FOREGROUND = "./kvasir up"
 _QUESTION = "Hello! Who are you?"
 _LONG_QUESTION = "Once upon a time there was a fox. " * 60
-_SHOWN = (
-    ("lending.borrow", "borrowed creditor=", "logs"),
-    ("pie.enabled", "layers swapped", "status"),
-)
+_SHOWN = (("lending.borrow", "borrowed creditor=", "logs"), ("pie.enabled", "layers swapped", "status"))
 """What a setting is for, and where somebody who looks sees that it happened."""
 
 

@@ -55,9 +55,6 @@ def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]
     """One worker; embeddings are means, and there is a second tenant."""
     folder = tmp_path_factory.mktemp("featured")
     other = {"other": {"sha256": hashlib.sha256(OTHER_KEY.encode()).hexdigest()}}
-    settings = (
-        "gateway.embedding_pooling=mean",
-        f"gateway.keys={json.dumps(other)}",
-    )
+    settings = ("gateway.embedding_pooling=mean", f"gateway.keys={json.dumps(other)}")
     with running_stack(folder / "run", workers=1, settings=settings) as running:
         yield running

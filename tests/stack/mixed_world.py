@@ -70,13 +70,7 @@ class MixedWorld(World):
     """One gateway, one scheduler, one placement, some workers."""
 
     def __init__(
-        self,
-        seed: int,
-        wanted: list[Wanted],
-        parts: Parts,
-        *,
-        workers: int = 3,
-        **tiers: Any,
+        self, seed: int, wanted: list[Wanted], parts: Parts, *, workers: int = 3, **tiers: Any
     ) -> None:
         self.parts, self.count = parts, workers
         self.loans: dict[str, Loans] = {}

@@ -45,13 +45,7 @@ from services.worker.kv.core.prefix_cache import PrefixCache
 from shared.errors import InvalidRequest
 from shared.liveness import AwakeTime
 from shared.messages.commands import CancelSequence, PlacementItem, TakeSnapshot
-from shared.messages.moves import (
-    BlocksPulled,
-    MoveMode,
-    PullBlocks,
-    SequenceMove,
-    SequenceMoved,
-)
+from shared.messages.moves import BlocksPulled, MoveMode, PullBlocks, SequenceMove, SequenceMoved
 from shared.messages.plans import BatchPlan
 from shared.messages.reports import SchedulerAnnounced, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec

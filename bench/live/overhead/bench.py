@@ -136,11 +136,7 @@ def _compare(context: Context, stack: Stack, direct: DirectEngine, batch: int) -
     ours, theirs = alternate([served, called], alternations)
     computed_s, idle_s = (b - a for a, b in zip(before, _engine_time_s(stack), strict=True))
     return _Compared(
-        batch=batch,
-        served=ours,
-        direct=theirs,
-        idle_share=idle_s / (computed_s + idle_s),
-        failures=failures,
+        batch=batch, served=ours, direct=theirs, idle_share=idle_s / (computed_s + idle_s), failures=failures
     )
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.database import committed
-from services.gateway.errors import ClientGone
+from services.gateway.errors import ClientGone, free_frames
 from services.gateway.exchange import NO_LEGACY, Deadline, Exchange, Legacy, admitted
 from services.gateway.http.connection import DIRECT_WRITER, DirectWriter
 from services.gateway.http.middleware import RequestRecord
@@ -198,8 +198,9 @@ class CompletionResponse(Response):
                 await self._stream(EventStream(send, config.sse_keep_alive_s, scope.get(DIRECT_WRITER), note))
             else:
                 await self._whole(send)
-        except ClientGone:
+        except ClientGone as gone:
             record.is_gone = True
+            free_frames(gone)
         except KvasirError as error:
             if not isinstance(error, UnavailableError):
                 self._writer.failed(error)  # a background response is read later

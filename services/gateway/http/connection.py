@@ -9,6 +9,7 @@ import math
 import re
 import resource
 import socket
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from functools import partial
@@ -32,18 +33,20 @@ class DirectWriter:
     """Writes body chunks without `send`, which would wake a task for each."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)  # whose scope holds this
+        self._transport = cycle.transport
 
     @property
     def is_open(self) -> bool:
         """Whether a chunk can be written now: the response has begun and the client keeps up."""
-        cycle = self._cycle
-        is_over = cycle.disconnected or cycle.response_complete
-        return not is_over and bool(cycle.chunked_encoding) and not cycle.flow.write_paused
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected or cycle.response_complete:
+            return False
+        return bool(cycle.chunked_encoding) and not cycle.flow.write_paused
 
     def write(self, piece: bytes) -> None:
         """Write one chunk to an open response. It must not be empty: an empty chunk ends the body."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
@@ -255,6 +258,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._linger_timer is not None:
             self._linger_timer.cancel()
         super().connection_lost(exc)
+        if self.cycle is not None:  # frees all three at once, not at the next full collection
+            vars(self.cycle).pop("send", None)
+        self.cycle = self.scope = None  # type: ignore[assignment]
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -286,6 +292,7 @@ class BoundedProtocol(HttpToolsProtocol):
             nonlocal ends_early, is_unchunked
             begins = message["type"] == "http.response.start"
             if begins:
+                vars(cycle).pop("send", None)  # a reference cycle; whoever runs has it
                 ends_early = cycle.more_body
                 names = [name.lower() for name, _ in message.get("headers", ())]
                 is_unchunked = cycle.scope["http_version"] == "1.0" and b"content-length" not in names

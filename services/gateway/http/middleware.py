@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.anthropic import error_body
 from services.gateway.counters import Counters, EndedRequest, ModelFigures
-from services.gateway.errors import HttpError, ShuttingDown, error_response, shown
+from services.gateway.errors import HttpError, ShuttingDown, error_response, free_frames, shown
 from services.gateway.http.connection import ENGAGE
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.text.choice_text import ChoiceText
@@ -200,6 +200,8 @@ class Edge:
             self._log(record, is_probe=is_open)
             if span is not None:
                 _end_span(span, record)
+            if record.error is not None:
+                free_frames(record.error)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: Headers | None) -> None:
         """Answer the request. The key is checked if there are `headers`."""

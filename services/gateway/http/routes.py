@@ -171,10 +171,7 @@ def make_operator_app(sessions: Sessions, add_page: AddPage = lambda _: None) ->
 
 
 def _completions(
-    reader: RequestReader,
-    read: ReadBody,
-    config: GatewayConfig,
-    desk: LastingDesk,
+    reader: RequestReader, read: ReadBody, config: GatewayConfig, desk: LastingDesk
 ) -> dict[str, RouteHandler]:
     async def complete(path: str, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]

@@ -242,12 +242,7 @@ class Backlog:
             items.append(item_of(sequence, kinds, now_s))
         self._open = tuple(map(attrgetter("ref"), items))
         return AskPlacement(
-            self._question,
-            tuple(items),
-            excluded_workers,
-            self.take_withdrawn(),
-            ahead,
-            self.waiting_tokens,
+            self._question, tuple(items), excluded_workers, self.take_withdrawn(), ahead, self.waiting_tokens
         )
 
     def close(self, question: int, *, more: bool, now_s: float) -> tuple[SequenceRef, ...]:

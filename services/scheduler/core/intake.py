@@ -103,8 +103,8 @@ class Intake:
         wait_s = self.roster.backlog.queue.wait_s(sequence.task(), sequence.tenant)
         if wait_s is not None and wait_s > most_s:
             raise Overloaded(
-                f"all workers are busy: this request would wait for {wait_s:.0f} s, and no more than"
-                f" {most_s:g} s are let stand; send it again in {ceil(wait_s)} s",
+                f"all workers are busy: this request would wait {wait_s:.0f} s, longer than the limit of"
+                f" {most_s:g} s; send it again in {ceil(wait_s)} s",
                 retry_after_s=min(wait_s, _LONGEST_RETRY_S),
             )
 

@@ -17,13 +17,7 @@ from services.worker.kv.core.radix_tree import Tier
 from shared.errors import InvalidRequest, StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.lengths import MOST_STATES, AnswerState, WorkerObserved
-from shared.messages.plans import (
-    BatchPlan,
-    Decode,
-    PrefillChunk,
-    SkippedItem,
-    WorkerStepped,
-)
+from shared.messages.plans import BatchPlan, Decode, PrefillChunk, SkippedItem, WorkerStepped
 from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens

@@ -186,10 +186,7 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> 
 
 
 def sample(
-    found: Logits,
-    points: Sequence[SamplePoint],
-    library: CDLL | None = None,
-    masks: "RowMasks | None" = None,
+    found: Logits, points: Sequence[SamplePoint], library: CDLL | None = None, masks: "RowMasks | None" = None
 ) -> list[Sampled | None]:
     """Return one token per row; None if the row's highest logit is not finite.
 
@@ -198,10 +195,7 @@ def sample(
 
 
 def choose_tokens(
-    found: Logits,
-    points: Sequence[SamplePoint],
-    library: CDLL | None = None,
-    masks: "RowMasks | None" = None,
+    found: Logits, points: Sequence[SamplePoint], library: CDLL | None = None, masks: "RowMasks | None" = None
 ) -> "Chosen":
     """`sample` without waiting for the device, where the parameters allow it."""
     logits, steered = found.values.float(), False

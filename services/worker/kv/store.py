@@ -125,12 +125,7 @@ def open_store(
     kept_blocks = int(host_blocks * config.swap_share)
     shadow_blocks = int(host_blocks * config.shadow_share)
     tiers = Tiers(
-        host_blocks,
-        disk_blocks if disk else 0,
-        config.eviction,
-        kept_blocks,
-        shadow_blocks,
-        peer_blocks,
+        host_blocks, disk_blocks if disk else 0, config.eviction, kept_blocks, shadow_blocks, peer_blocks
     )
     records.make_ready(min(shadow_blocks, engine.kv_blocks))  # so many come at once where a worker has died
     gate = CostGate()

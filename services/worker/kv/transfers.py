@@ -146,11 +146,7 @@ class TransferEngine:
     `is_reading` returns, on these threads, whether a running step reads from elsewhere."""
 
     def __init__(
-        self,
-        wake: Callable[[], None],
-        *,
-        most_open: int = 64,
-        is_reading: Callable[[], bool] = lambda: False,
+        self, wake: Callable[[], None], *, most_open: int = 64, is_reading: Callable[[], bool] = lambda: False
     ) -> None:
         """`most_open`: maximum number of open tickets of a route."""
         self._wake = wake

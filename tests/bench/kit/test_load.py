@@ -6,16 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bench.kit.load import (
-    Target,
-    answers,
-    check,
-    complete,
-    complete_all,
-    first_error,
-    insist,
-    serve_all,
-)
+from bench.kit.load import Target, answers, check, complete, complete_all, first_error, insist, serve_all
 
 EVENTS = [
     b'{"choices":[{"text":"a","finish_reason":null}]}',

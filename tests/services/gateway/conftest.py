@@ -37,6 +37,18 @@ TEMPLATE = (
 SPECIALS = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
+class Clock:
+    now_s = 1e9
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 def make_model_folder(folder: Path) -> Path:
     """A byte-level BPE tokenizer with a chat template, as Hugging Face lays it out; no weights."""
     tokenizer = Tokenizer(models.BPE())

@@ -34,13 +34,7 @@ PYTHON = (sys.executable, "-S", "-E", "-c")
 
 
 def standin_table(
-    config: StackConfig,
-    run: RunDirectory,
-    *,
-    port: int,
-    access: BusAccess,
-    sources: Sources,
-    roll: RollCall,
+    config: StackConfig, run: RunDirectory, *, port: int, access: BusAccess, sources: Sources, roll: RollCall
 ) -> list[ChildSpec]:
     """Six children, and `extra`."""
     env = dict(sources.environ) | {"SPROUT": "green"}

@@ -58,14 +58,8 @@ def test_the_root_has_the_command_and_it_completes() -> None:
         (["statsu"], "'statsu' is unknown; did you mean 'status'?"),
         (["up", "--worker", "3"], "unrecognized argument --worker; did you mean --workers?"),
         (["status", "--jsn"], "unrecognized argument --jsn; did you mean --json?"),
-        (
-            [*UP, "--set", "woker.kv_blocks=64"],
-            "--set woker.kv_blocks: no section 'woker'; did you mean",
-        ),
-        (
-            [*UP, "--set", "worker.kv_block=64"],
-            "--set worker.kv_block is no setting; did you mean --set w",
-        ),
+        ([*UP, "--set", "woker.kv_blocks=64"], "--set woker.kv_blocks: no section 'woker'; did you mean"),
+        ([*UP, "--set", "worker.kv_block=64"], "--set worker.kv_block is no setting; did you mean --set w"),
         (
             [*UP, "--set", "gateway.stored_responses.enabled=true"],
             "nothing is below --set gateway.stored_responses, which is one value",

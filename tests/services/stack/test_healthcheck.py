@@ -191,8 +191,7 @@ async def test_an_address_of_version_6_is_asked_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "reached"),
-    [("::1", "::1"), ("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.7", "10.0.0.7")],
+    ("host", "reached"), [("::1", "::1"), ("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.7", "10.0.0.7")]
 )
 def test_a_gateway_is_reached_where_it_listens(host: str, reached: str) -> None:
     environ = {"KVASIR_GATEWAY__HOST": host, "KVASIR_GATEWAY__OPERATOR_HOST": host}

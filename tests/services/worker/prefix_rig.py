@@ -20,13 +20,7 @@ from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine
-from shared.messages.plans import (
-    BatchPlan,
-    Preemption,
-    PreemptMode,
-    PrefixHit,
-    WorkerStepped,
-)
+from shared.messages.plans import BatchPlan, Preemption, PreemptMode, PrefixHit, WorkerStepped
 from shared.messages.sequence import SequenceRef
 from tests.services.worker import builders
 from tests.services.worker.builders import core_of

@@ -17,13 +17,7 @@ from services.worker.engine.partition import Part
 from services.worker.engine.simulated import token_sums
 from services.worker.engine.spans import PackedSpans
 from services.worker.kv.tiers.records import LayerPools
-from services.worker.peers.attention.interfaces import (
-    BlockDebtor,
-    Brought,
-    LentBlocks,
-    LentTier,
-    Question,
-)
+from services.worker.peers.attention.interfaces import BlockDebtor, Brought, LentBlocks, LentTier, Question
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,

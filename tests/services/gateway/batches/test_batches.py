@@ -14,21 +14,10 @@ from services.gateway.errors import HttpError
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages.sequence import NOBODY
 from tests.patience import PATIENCE_S
+from tests.services.gateway.conftest import Clock
 
 CHATS = "/v1/chat/completions"
 DAY_S = 86_400.0
-
-
-class Clock:
-    now_s = 1e9
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 the client leaves, and nothing after an error but itself."""
 
 import asyncio
+import gc
 import json
+import weakref
 
 import httpx
 import pytest
@@ -12,7 +14,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone
 from services.gateway.exchange import Exchange
 from services.gateway.http.completion_response import KEEP_ALIVE, SALT_BYTES, EventStream, salt_of
-from services.gateway.http.connection import DIRECT_WRITER, DirectWriter, bind, make_server
+from services.gateway.http.connection import DIRECT_WRITER, ENGAGE, DirectWriter, bind, make_server
 from shared.messages.sequence import unpack_tokens
 from tests.patience import until
 from tests.services.gateway.conftest import ANSWER, MakeStack, Stack, encode_chat
@@ -262,6 +264,7 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         lane: DirectWriter = scope[DIRECT_WRITER]
+        self.connection = weakref.ref(scope[ENGAGE].args[0])
         self.opened.append(lane.is_open)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         self.opened.append(lane.is_open)
@@ -295,7 +298,12 @@ async def served(path: bytes, *, reads_at_once: bool) -> tuple[bytes, Applicatio
 
 
 async def test_pieces_are_chunks_between_those_of_asgi() -> None:
-    answer, application = await served(b"/", reads_at_once=True)
+    gc.disable()
+    try:
+        answer, application = await served(b"/", reads_at_once=True)
+        assert application.connection() is None, "freed without a collection"
+    finally:
+        gc.enable()
     _, _, body = answer.partition(b"\r\n\r\n")
     assert body == b"1\r\na\r\n2\r\nbc\r\n14\r\n" + b"d" * 20 + b"\r\n1\r\ne\r\n0\r\n\r\n"
     assert application.opened == [False, True, False], "open between the headers and the end"

@@ -18,7 +18,7 @@ from services.gateway.http.stored import ResponseStore
 from services.gateway.lasting.transcript import EventsAfter, Transcript
 from shared.errors import ConfigError, InvalidRequest, Overloaded
 from tests.patience import PATIENCE_S, until
-from tests.services.gateway.conftest import ANSWER, MakeStack, Stack
+from tests.services.gateway.conftest import ANSWER, Clock, MakeStack, Stack
 from tests.services.gateway.fakes import MODEL, cancelled
 
 BODY: dict[str, Any] = {"model": MODEL, "input": "hello", "temperature": 0}
@@ -265,18 +265,6 @@ async def test_only_a_stream_has_events() -> None:
 
 ITEMS = [{"role": "user", "content": "Hello"}]
 DAY_S = 86_400.0
-
-
-class Clock:
-    now_s = 1e9
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

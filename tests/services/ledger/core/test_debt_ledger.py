@@ -158,10 +158,7 @@ def test_memory_of_caches_is_offered_to_sequences_only() -> None:
 
 @pytest.mark.parametrize(
     ("fingerprints", "of_w0", "of_a_stranger"),
-    [
-        ((b"a", b"b", b"a"), ["w2"], ["w0", "w1", "w2"]),
-        ((b"", b"", b"a"), [], ["w2"]),
-    ],
+    [((b"a", b"b", b"a"), ["w2"], ["w0", "w1", "w2"]), ((b"", b"", b"a"), [], ["w2"])],
 )
 def test_workers_with_other_or_no_kv_are_not_offered(
     fingerprints: tuple[bytes, ...], of_w0: list[str], of_a_stranger: list[str]

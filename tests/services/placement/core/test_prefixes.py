@@ -116,12 +116,7 @@ def test_every_prompt_is_taken_once_and_equal_ones_in_turn(
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    [
-        ("policy", [0, 1, 2, 3]),
-        ("fcfs", [0, 3, 1, 2]),
-        ("fpf", [2, 1, 3, 0]),
-        ("relaxed_fpf", [1, 3, 0, 2]),
-    ],
+    [("policy", [0, 1, 2, 3]), ("fcfs", [0, 3, 1, 2]), ("fpf", [2, 1, 3, 0]), ("relaxed_fpf", [1, 3, 0, 2])],
 )
 def test_the_papers_weights(name: str, order: list[int]) -> None:
     items = [item("a", waited_s=waited_s) for waited_s in (9.0, 4.0, 2.0, 5.0)]

@@ -274,7 +274,7 @@ def _busy(wait_s: float = 60.0) -> Roster:
 def test_what_is_foreseen_to_wait_too_long_is_refused_and_told_when_to_come_again() -> None:
     roster = _busy()
     before = dict(roster.sequences)
-    with pytest.raises(Overloaded, match="would wait for 60 s, and no more than 30 s") as refused:
+    with pytest.raises(Overloaded, match="would wait 60 s, longer than the limit of 30 s") as refused:
         Intake(roster).on_submit(submitted("z"), 0.0)
     assert refused.value.retry_after_s == pytest.approx(60.0, rel=0.05) and roster.sequences == before
     assert not Intake(_busy(25.0)).on_submit(submitted("z"), 0.0)[0].known

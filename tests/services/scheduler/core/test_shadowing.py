@@ -177,10 +177,7 @@ class Fleet:
             pipelines[name] = SimpleNamespace(worker_id=name, report=report)
         by_key = {one.key: one for one in running}
         roster: Any = SimpleNamespace(
-            pipelines=pipelines,
-            sequences=by_key,
-            find=lambda ref: by_key[ref.key],
-            in_step=pipelines.get,
+            pipelines=pipelines, sequences=by_key, find=lambda ref: by_key[ref.key], in_step=pipelines.get
         )
         moves: Any = SimpleNamespace(by_key={})
         self.shadowing = Shadowing(roster, moves, ShadowRules(from_s=0.1))

@@ -20,12 +20,7 @@ spans = st.lists(
 )
 
 
-@given(
-    spans,
-    st.sampled_from([1, 3, 4, 8, 71]),
-    st.sampled_from([1, 8, 32]),
-    st.sampled_from([1, 108, 132]),
-)
+@given(spans, st.sampled_from([1, 3, 4, 8, 71]), st.sampled_from([1, 8, 32]), st.sampled_from([1, 108, 132]))
 def test_every_row_is_in_exactly_one_tile(
     spans: list[Span], group: int, kv_heads: int, multiprocessors: int
 ) -> None:
