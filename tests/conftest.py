@@ -35,9 +35,27 @@ settings.register_profile("kvasir", deadline=None, derandomize=False, print_blob
 settings.load_profile("kvasir")
 
 
+SHARED_STACKS = ("simulated", "featured", "roomy", "stack")
+"""Fixtures of `tests/stack/conftest.py`."""
+
+
+def shared_by(item: pytest.Item) -> set[str]:
+    """The shared stacks that a test uses."""
+    found = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
+    return {name for name in SHARED_STACKS if name in found and found[name][-1].baseid == "tests/stack"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole stacks first: they take longest, and wait while others compute."""
-    items.sort(key=lambda item: item.get_closest_marker("stack") is None)
+    """Whole stacks first: they take longest, and wait while others compute. Files with the same stacks run in
+    a row, so that few stacks run at once."""
+    of_file: dict[Path, set[str]] = {}
+    for item in items:
+        of_file.setdefault(item.path, set()).update(shared_by(item))
+    ranks = {
+        path: (not names, "stack" in names, *(name not in names for name in SHARED_STACKS))
+        for path, names in of_file.items()
+    }
+    items.sort(key=lambda item: (item.get_closest_marker("stack") is None, ranks[item.path]))
 
 
 class _CheckedEncoder:

@@ -1,24 +1,26 @@
-"""Stacks that several files of tests share; each test leaves them able to serve. They end with the last of
-these tests, since an idle stack takes a tenth of a core."""
+"""Stacks that several files of tests share; each test leaves them able to serve. Each ends after the last
+test that uses it, since an idle stack takes a tenth of a core."""
 
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from tests.conftest import shared_by
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import OTHER_KEY
 from tests.stack.running import RunningStack, running_stack
 
 
-def stack_of(name: str, scope: Any = "module", **how: Any) -> Any:
-    """A fixture of that name: a stack as `running_stack` starts it."""
+def stack_of(name: str, **how: Any) -> Any:
+    """A fixture of that name: a stack as `running_stack` starts it, for one file."""
 
-    @pytest.fixture(scope=scope, name=name)
+    @pytest.fixture(scope="module", name=name)
     def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
         with running_stack(tmp_path_factory.mktemp(name) / "run", **how) as running:
             yield running
@@ -26,14 +28,44 @@ def stack_of(name: str, scope: Any = "module", **how: Any) -> Any:
     return started
 
 
+_open: dict[str, ExitStack] = {}
+"""Shared stacks that run, by fixture."""
+
+
+def shared_stack(name: str, **how: Any) -> Any:
+    """A fixture of that name: one stack for all tests of this process that use it."""
+    running: list[RunningStack] = []
+
+    @pytest.fixture(scope="module", name=name)
+    def started(tmp_path_factory: pytest.TempPathFactory) -> RunningStack:
+        if name not in _open:
+            _open[name] = ExitStack()
+            folder = tmp_path_factory.mktemp(name) / "run"
+            running[:] = [_open[name].enter_context(running_stack(folder, **how))]
+        return running[0]
+
+    return started
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the shared stacks that no later test of any file uses."""
+    items = [] if nextitem is None else item.session.items
+    later = items[items.index(nextitem) :] if nextitem in items else []
+    used = {name for each in later for name in shared_by(each)}
+    for name in [*_open]:
+        if name not in used:
+            _open.pop(name).close()
+
+
 SIMULATED = ("--engine", "simulated")
-stack = stack_of("stack", "package", settings=("placement.log_level=debug",))
+stack = shared_stack("stack", settings=("placement.log_level=debug",))
 """Two workers under default settings, and a line per route in the log. Tests also kill its processes."""
 _ROOMY = ("worker.kv_blocks=1024", "worker.prefix_cache.enabled=false")
-roomy = stack_of("roomy", "package", workers=1, settings=(*_ROOMY, "gateway.stored_responses="))
+roomy = shared_stack("roomy", workers=1, settings=(*_ROOMY, "gateway.stored_responses="))
 """One worker with memory enough, no cache and no stored responses: the text that others should give, too."""
 _LITTLE = ("worker.kv_blocks=64", "worker.simulated.speed=10")
-simulated = stack_of("simulated", "package", settings=_LITTLE, flags=SIMULATED)
+simulated = shared_stack("simulated", settings=_LITTLE, flags=SIMULATED)
 """Two simulated workers with little memory."""
 
 
@@ -50,11 +82,7 @@ def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
         yield made
 
 
-@pytest.fixture(scope="package")
-def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """One worker; embeddings are means, and there is a second tenant."""
-    folder = tmp_path_factory.mktemp("featured")
-    other = {"other": {"sha256": hashlib.sha256(OTHER_KEY.encode()).hexdigest()}}
-    settings = ("gateway.embedding_pooling=mean", f"gateway.keys={json.dumps(other)}")
-    with running_stack(folder / "run", workers=1, settings=settings) as running:
-        yield running
+_OTHER = {"other": {"sha256": hashlib.sha256(OTHER_KEY.encode()).hexdigest()}}
+_FEATURED = ("gateway.embedding_pooling=mean", f"gateway.keys={json.dumps(_OTHER)}")
+featured = shared_stack("featured", workers=1, settings=_FEATURED)
+"""One worker; embeddings are means, and there is a second tenant."""

@@ -125,10 +125,10 @@ def test_a_loss_is_told_and_a_click_says_where_a_request_s_time_went(
     asking = threading.Thread(target=ask_all, args=(simulated,))
     asking.start()
     page.until("document.querySelectorAll('#request-rows button').length > 4")
+    page.evaluate("document.querySelector('#request-rows button').click()")
     before = simulated.child("worker-1")["restarts"]
     simulated.signal("worker-1", signal.SIGKILL)
     page.until("/worker lost/.test(document.getElementById('event-rows').textContent)")
-    page.evaluate("document.querySelector('#request-rows button').click()")
     page.until("document.querySelectorAll('#detail-body .lane i').length > 1")
     causes = page.evaluate("document.querySelector('#detail-body .causes').textContent")
     assert "%" in causes

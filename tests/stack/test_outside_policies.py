@@ -127,7 +127,7 @@ def test_a_policy_that_raises_is_told_at_once_and_others_are_served(
             assert [one.result().status_code for one in running] == [others] * 2
         told = answer.json()["error"]["message"]
         assert answer.status_code == 503 and "ValueError: my own mistake (broken.py:" in told, told
-        assert "placement.policy" in fallible or (took_s < 1.0 and fallible["scheduler.policy"] in told), told
+        assert "placement.policy" in fallible or (took_s < 5.0 and fallible["scheduler.policy"] in told), told
         for where in fallible:
             assert "my own mistake" in stack.details(f"{where.partition('.')[0]}-0")["trouble"]
         assert "well: no" in stack.command("status").stdout and stack.child("scheduler-0")["restarts"] == 0

@@ -15,7 +15,7 @@ from tests.stack.running import RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
 REQUESTS = 50
-_WORKERS = ("worker.kv_blocks=64", "worker.simulated.speed=1", "worker.prefix_cache.enabled=false")
+_WORKERS = ("worker.kv_blocks=64", "worker.simulated.speed=0.3", "worker.prefix_cache.enabled=false")
 SETTINGS = (*_WORKERS, "scheduler.relief=false")
 
 
@@ -33,7 +33,7 @@ async def load(stack: RunningStack) -> None:
     for seed, prompt in enumerate(mixed(REQUESTS, longest_words=120, seed=3)):
         question = Question(prompt, {"seed": seed, "max_tokens": 60})
         asked.append(asyncio.create_task(stack.client().ask_all([question])))
-        await asyncio.sleep(drawn.expovariate(16))
+        await asyncio.sleep(drawn.expovariate(5))
     answers = await asyncio.gather(*asked)
     assert all(answer.complete for (answer,) in answers)
 

@@ -65,7 +65,8 @@ async def test_a_higher_epoch_makes_it_stand_for_the_lease_again(stack: BusStack
     worker, scheduler = await stack.worker(), await stack.scheduler()
     async with running(worker.run(), scheduler.serve()):
         await until(lambda: bool(stack.reader.announced))
-        await asyncio.sleep(0.5)
+        await stack.reader.submit(stack.reader.spec("b"))
+        await until(lambda: "b" in stack.reader.ended)  # so it has adopted the worker
         incarnation = stack.reader.announced[-1].incarnation
         later = worker.process.says["epoch"] = stack.reader.announced[-1].epoch + 10**9
         await until(lambda: stack.reader.announced[-1].epoch == later + 1)
