@@ -90,7 +90,7 @@ def test_figures_are_those_of_metrics(simulated: RunningStack, page: Page) -> No
         assert row["hits"] == {tier: hits[f"{worker} {tier}"] for tier in row["hits"]}
     found = sum(value for name, value in hits.items() if name.split()[1] in ("device", "host", "disk"))
     misses = sum(value for name, value in hits.items() if name.endswith("misses"))
-    share = page.evaluate("document.querySelector('[data-tile=\"of prompt blocks found\"] b').textContent")
+    share = page.evaluate("document.querySelector('[data-tile$=\"the cache saved\"] b').textContent")
     assert misses > 0 and share == f"{round(found / (found + misses) * 100)} %" and page.faults == []
 
 
@@ -299,6 +299,7 @@ def test_it_fits_a_phone_in_either_theme(simulated: RunningStack, page: Page, th
     look(page, simulated, f"&theme={theme}")
     page.size(390, 844, is_phone=True)
     page.until("document.documentElement.scrollWidth <= 390")
+    assert page.evaluate("(s => s.scrollWidth <= s.clientWidth)(document.querySelector('#latency .scroll'))")
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", dark))) < 200) == (theme == "dark")
     page.evaluate("document.activeElement.blur()")

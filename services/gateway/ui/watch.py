@@ -223,6 +223,7 @@ class Watch:
         self._sessions = sessions
         self._colleagues = colleagues
         self._now_s = now_s
+        self._began_s = now_s()
         self._viewers: set[Viewer] = set()
         self._arrived = asyncio.Event()
         self._is_closed = False
@@ -354,6 +355,7 @@ class Watch:
             "departed": self._departed.rows(troubles, unix_s()),
             "recent": self._recent(),
             "release": VERSION,
+            "up_s": round(now_s - self._began_s),
             "requests": self._requests(now_s),
             "open_requests": sessions.active,
             **self._colleagues.picture(),

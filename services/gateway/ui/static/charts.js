@@ -17,7 +17,7 @@ export const LOAD_KINDS = [
   { title: "KV in use", names: [["kv", "in use", "used"], ["cached", "cached", "evictable"]], show: percent, most: 1 },
   { title: "sequences", names: [["running", "running", "used"], ["queued", "queued", "borrowed"]], show: plain },
   { title: "tokens a second", names: [["tokens_per_s", "answers", "good"]], show: plain },
-  { title: "prompt blocks found", names: [["hit_share", "share", "lent"]], show: percent, most: 1 },
+  { title: "prompt tokens saved", names: [["hit_share", "share", "lent"]], show: percent, most: 1 },
 ];
 
 export class Charts {

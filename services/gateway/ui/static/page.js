@@ -30,8 +30,8 @@ const TILES = [
   ["queued", (p) => String(p.fleet.queued), "Sequences that wait for a worker: kvasir_fleet_queued"],
   ["tokens a second", (p, point) => (point ? count(point.tokens_per_s) : "0"), "Of answers, through this gateway: kvasir_gateway_output_tokens_total"],
   ["of KV in use", (p) => percent(p.totals.tokens.used / Math.max(1, p.totals.tokens.total)), "Of all workers' device memory for KV: kvasir_worker_kv_blocks"],
-  ["of prompt blocks found", (p) => { const { misses, device, host, disk, peer } = p.totals.hits; const found = device + host + disk + peer;
-    return found + misses ? percent(found / (found + misses)) : "–"; }, "The share of prompts that the cache saved: kvasir_worker_prefix_blocks"],
+  ["of prompt tokens the cache saved", (p) => { const { misses, device, host, disk, peer } = p.totals.hits; const found = device + host + disk + peer;
+    return found + misses ? percent(found / (found + misses)) : "–"; }, "Counted in whole blocks: kvasir_worker_prefix_blocks"],
   ["cached tokens expected / found", (p) => { const { expected = 0, found = 0 } = p.fleet.hit_tokens; return `${count(expected)} / ${count(found)}`; },
     "By placement when it chose the worker, and by the worker: kvasir_fleet_prefix_tokens"],
   ["preempted", (p) => String(p.fleet.preemptions), "Sequences that gave way to others: kvasir_fleet_preemptions"],
@@ -51,9 +51,14 @@ const held = (row) => (row.waiting ?? 0) + (row.running ?? 0);
 
 const three = (values) => (values ?? [null, null, null]).map(seconds);
 
+/** Of the columns, for phones, where each figure stands below its name. */
+const LATENCY_NAMES = ["model", "a second", ...["first token", "next token", "whole"].flatMap((name) => ["p50", "p95", "p99"].map((at) => `${name} ${at}`)),
+  "refused", "errors"];
+
 function showLatency(recent) {
   rows(byId("latency-rows"), recent, (row) => [row.model || "none", tenths(row.requests / 60), ...three(row.first_token_s), ...three(row.token_s),
     ...three(row.whole_s), row.refused, row.errors], "no request ended in the last minute");
+  for (const row of byId("latency-rows").children) [...row.children].forEach((cell, index) => { cell.dataset.name = LATENCY_NAMES[index]; });
   latencies.draw();
 }
 

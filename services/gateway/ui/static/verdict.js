@@ -1,6 +1,6 @@
 // The first line: is anything wrong?
 
-import { byId, element, say } from "/ui/dom.js";
+import { clock, byId, element, say } from "/ui/dom.js";
 
 let stated = ["warn", "connecting"], isStill = false;
 
@@ -32,5 +32,5 @@ export function showVerdict(picture) {
   if (wrong) state("bad", `not well: ${found[0][1]}${wrong > 1 ? `, and ${wrong - 1} more` : ""}`);
   else if (found.length) state("warn", `well, but ${found[0][1]}`);
   else state("good", `well: ${workers} ${workers === 1 ? "worker answers" : "workers answer"}, short of nothing`);
-  say(byId("release"), picture.release ? `Kvasir ${picture.release}, ${picture.fleet.scheduler ?? "no scheduler"}, policy ${picture.fleet.policy}.` : "");
+  say(byId("release"), picture.release ? `Kvasir ${picture.release}, ${picture.fleet.scheduler ?? "no scheduler"}, policy ${picture.fleet.policy}. This gateway has run since ${clock(picture.unix_s - picture.up_s)}.` : "");
 }
