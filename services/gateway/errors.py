@@ -27,8 +27,8 @@ class ClientGone(Exception):
 
 
 def free_frames(error: BaseException) -> None:
-    """Drop the error's traceback and context. Their frames hold it, and all that the request holds."""
-    error.__traceback__ = error.__context__ = None
+    """Drop the error's traceback, cause and context. Their frames hold it, and all that the request holds."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 INVALID, RATE_LIMIT, SERVER = "invalid_request_error", "rate_limit_error", "server_error"

@@ -142,7 +142,7 @@ def _shortages(by_service: Mapping[str, Sequence[ServiceStatus]]) -> Iterator[st
         yield "workers: none answers"
     if full:
         yield f"KV at {', '.join(full[:_NAMED])}{'…' if len(full) > _NAMED else ''}"
-    shown = [row["waited_s"] for row in scheduler.get("queue", ()) if not row["worker"]]
+    shown = [row["waited_s"] for row in scheduler.get("queue", ())]
     is_brief = len(shown) == scheduler.get("queued", 0) and max(shown, default=0.0) < _BRIEF_S
     if not is_brief and not full and workers:
         room = "" if any(share > _SPARSE for share in shares.values()) else ", though there is KV"

@@ -21,7 +21,7 @@ from shared.errors import ConfigError, KvasirError, PermissionRefused
 _log = logging.getLogger("kvasir.runtime")
 _STOP_DEADLINE_S = 10.0
 _FULL_COLLECTIONS = 100
-"""Collections of the second generation per full one (Python: 10), which stops a busy gateway for 0.2 s."""
+"""Collections of the second generation per full one (Python: 10); one stops a busy gateway for 0.2 s."""
 
 C = TypeVar("C", bound=ServiceConfig)
 Main = Callable[[], Coroutine[Any, Any, None]]

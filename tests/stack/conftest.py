@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.conftest import shared_by
+from tests.conftest import SHARED_STACKS, shared_by
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import OTHER_KEY
 from tests.stack.running import RunningStack, running_stack
@@ -28,21 +28,21 @@ def stack_of(name: str, **how: Any) -> Any:
     return started
 
 
-_open: dict[str, ExitStack] = {}
-"""Shared stacks that run, by fixture."""
+_open: dict[str, tuple[RunningStack, ExitStack]] = {}
+"""Shared stacks that run, and what ends them, by fixture."""
 
 
 def shared_stack(name: str, **how: Any) -> Any:
-    """A fixture of that name: one stack for all tests of this process that use it."""
-    running: list[RunningStack] = []
+    """A fixture of that name, one of `SHARED_STACKS`: one stack for all tests of this process that use it."""
+    assert name in SHARED_STACKS
 
     @pytest.fixture(scope="module", name=name)
     def started(tmp_path_factory: pytest.TempPathFactory) -> RunningStack:
         if name not in _open:
-            _open[name] = ExitStack()
-            folder = tmp_path_factory.mktemp(name) / "run"
-            running[:] = [_open[name].enter_context(running_stack(folder, **how))]
-        return running[0]
+            with ExitStack() as starting:
+                running = starting.enter_context(running_stack(tmp_path_factory.mktemp(name) / "run", **how))
+                _open[name] = running, starting.pop_all()
+        return _open[name][0]
 
     return started
 
@@ -50,12 +50,16 @@ def shared_stack(name: str, **how: Any) -> Any:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the shared stacks that no later test of any file uses."""
-    items = [] if nextitem is None else item.session.items
-    later = items[items.index(nextitem) :] if nextitem in items else []
-    used = {name for each in later for name in shared_by(each)}
-    for name in [*_open]:
-        if name not in used:
-            _open.pop(name).close()
+    items = item.session.items
+    later = [] if nextitem is None else items[items.index(nextitem) :]
+    for name in _open.keys() - {name for each in later for name in shared_by(each)}:
+        _open.pop(name)[1].close()
+
+
+def pytest_sessionfinish() -> None:
+    """End what an interrupted run has left."""
+    while _open:
+        _open.popitem()[1][1].close()
 
 
 SIMULATED = ("--engine", "simulated")

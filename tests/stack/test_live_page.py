@@ -165,6 +165,7 @@ def test_it_says_how_fast_requests_of_the_last_minute_were(simulated: RunningSta
     for at in (0, 3, 6):  # p50, p95, p99 of each
         assert 0 <= times[at] <= times[at + 1] <= times[at + 2]
     assert 0 < times[0] <= times[6]  # the first token comes before the last
+    page.until("/This gateway has run since \\d/.test(document.getElementById('release').textContent)")
     page.until("document.querySelectorAll('#latency-charts canvas').length === 3")
     assert page.faults == []
 

@@ -258,7 +258,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._linger_timer is not None:
             self._linger_timer.cancel()
         super().connection_lost(exc)
-        if self.cycle is not None:  # frees all three at once, not at the next full collection
+        if self.cycle is not None:  # no reference cycle is left, so all is freed at once
             vars(self.cycle).pop("send", None)
         self.cycle = self.scope = None  # type: ignore[assignment]
 
@@ -292,7 +292,7 @@ class BoundedProtocol(HttpToolsProtocol):
             nonlocal ends_early, is_unchunked
             begins = message["type"] == "http.response.start"
             if begins:
-                vars(cycle).pop("send", None)  # a reference cycle; whoever runs has it
+                vars(cycle).pop("send", None)  # uvicorn has read it; this ends a reference cycle
                 ends_early = cycle.more_body
                 names = [name.lower() for name, _ in message.get("headers", ())]
                 is_unchunked = cycle.scope["http_version"] == "1.0" and b"content-length" not in names

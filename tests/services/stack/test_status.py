@@ -231,14 +231,10 @@ def test_a_full_worker_is_what_is_short() -> None:
 
 def test_who_waits_beside_free_memory_waits_for_a_turn() -> None:
     one, many = "turns: 1 sequence queued", "turns: 40 sequences queued"
-    cases = [
-        (80, 1, 4.0, one),
-        (10, 1, 4.0, f"{one}, though there is KV"),
-        (10, 1, 0.2, "nothing"),
-        (80, 40, 0.2, many),
-    ]
+    room = f"{one}, though there is KV"
+    cases = [(80, 1, 4.0, one), (10, 1, 4.0, room), (10, 1, 0.2, "nothing"), (80, 40, 0.2, many)]
     for share, queued, waited_s, found in cases:
-        says = all_say(share, queued=queued, queue=[{"worker": "", "waited_s": waited_s}])
+        says = all_say(share, queued=queued, queue=[{"worker": "worker-0", "waited_s": waited_s}])
         assert verdict(CHILDREN, says, NOW_S)[2] == f"short of: {found}"
 
 

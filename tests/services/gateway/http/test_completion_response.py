@@ -5,6 +5,7 @@ import asyncio
 import gc
 import json
 import weakref
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -251,6 +252,22 @@ async def test_once_it_has_begun_errors_are_events(make_stack: MakeStack) -> Non
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
 
 
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """What is in a reference cycle stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def test_what_a_failed_request_held_is_freed_at_once(make_stack: MakeStack, uncollected: None) -> None:
+    stack = await make_stack(request_timeout_s=0.2)
+    stack.hold()
+    assert (await stack.chat()).status_code == 504
+    await until(lambda: all(type(each).__name__ != "CompletionResponse" for each in gc.get_objects()))
+
+
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 BIG = bytes(1024 * 1024)
 
@@ -297,13 +314,9 @@ async def served(path: bytes, *, reads_at_once: bool) -> tuple[bytes, Applicatio
     return answer, application
 
 
-async def test_pieces_are_chunks_between_those_of_asgi() -> None:
-    gc.disable()
-    try:
-        answer, application = await served(b"/", reads_at_once=True)
-        assert application.connection() is None, "freed without a collection"
-    finally:
-        gc.enable()
+async def test_pieces_are_chunks_between_those_of_asgi(uncollected: None) -> None:
+    answer, application = await served(b"/", reads_at_once=True)
+    assert application.connection() is None, "freed at once"
     _, _, body = answer.partition(b"\r\n\r\n")
     assert body == b"1\r\na\r\n2\r\nbc\r\n14\r\n" + b"d" * 20 + b"\r\n1\r\ne\r\n0\r\n\r\n"
     assert application.opened == [False, True, False], "open between the headers and the end"
