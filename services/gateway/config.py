@@ -66,6 +66,7 @@ class GatewayConfig(ModelServiceConfig):
     )
     keys_file: str = Field("", description="JSON file of further keys, as `services keys` writes; reloaded")
     admin_key_sha256: tuple[KeyHash, ...] = Field((), description="SHA-256 of each key for /ui, in hex")
+    dashboards: str = Field("", pattern="^$|^https?://", description="address of Grafana, linked from /ui")
     model: str = Field("models/tiny_chat", description="folder, or hub id as ORG/NAME@REVISION")
     models: dict[ModelName, str] = Field({}, description="further models, by the name that workers serve")
     aliases: dict[ModelName, ModelName] = Field({}, description="other names, as in {gpt-4o: tiny_chat}")

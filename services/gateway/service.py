@@ -165,7 +165,7 @@ async def run(config: GatewayConfig) -> None:
             await bus.attach(LASTING, desk)
             await bus.watch_departures(desk.on_gone)
             colleagues = Colleagues(bus, monotonic_s)
-            watch = Watch(sessions, colleagues, now_s)
+            watch = Watch(sessions, colleagues, now_s, config.dashboards)
             metrics.collected("vllm", partial(vllm_metrics, sessions))
             metrics.collected("fleet", partial(fleet_metrics, sessions))
             for loop in (

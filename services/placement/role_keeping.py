@@ -127,7 +127,8 @@ class RolePlacement(Placement):
         for one in self._hand_overs.next(self._clock()):
             self._note_hand_over(one)
             if one.choice.worker_id is not None:
-                orders.append(SequenceMove(ref=one.ref, target=one.choice.worker_id, mode=MoveMode.KV))
+                target, why = one.choice.worker_id, "its prompt is done: a hand-over"
+                orders.append(SequenceMove(ref=one.ref, target=target, mode=MoveMode.KV, why=why))
         if orders:
             for order, _ in await self._order(tuple(orders)):
                 self._hand_overs.on_over(order.ref, True, self._clock())

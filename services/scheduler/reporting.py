@@ -117,7 +117,7 @@ class TermReport:
             self.spans.event(ref, "placed", {"kvasir.worker": worker_id})
 
     def move_begun(self, order: SequenceMove) -> None:
-        self._note("move begun", order.ref, target=order.target, mode=str(order.mode))
+        self._note("move begun", order.ref, target=order.target, mode=str(order.mode), why=order.why)
 
     def note(self, effect: effects.Effect) -> None:
         """Report one of the core's effects."""
@@ -234,7 +234,7 @@ class TermReport:
             _log.info("worker %s has gone; it had nothing to do", lost.worker_id)
 
     def _move(self, moved: SequenceMoved) -> None:
-        told = {"source": moved.source, "target": moved.target, "mode": str(moved.mode)}
+        told = {"source": moved.source, "target": moved.target, "mode": str(moved.mode), "why": moved.why}
         self._note(
             "moved",
             moved.ref,

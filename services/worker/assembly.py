@@ -1,7 +1,10 @@
 """Factories for the parts of a worker that depend on its engine: the engine, prefix cache, pool and core."""
 
 import os
+import sys
 from typing import Any
+
+import psutil
 
 from services.worker.config import WorkerConfig
 from services.worker.core.prefixes import Prefixes
@@ -120,3 +123,13 @@ def make_engine(config: WorkerConfig, progress: LoadProgress | None = None) -> E
     from services.worker.building import build  # importing torch takes seconds
 
     return build(config, progress)
+
+
+def memory_mb(device: str) -> dict[str, int]:
+    """Return this process's resident memory, and free and total memory of host and GPU, in MiB."""
+    host, torch = psutil.virtual_memory(), sys.modules.get("torch")
+    found = {"resident_mb": psutil.Process().memory_info().rss, "host_free_mb": host.available}
+    found["host_mb"] = host.total
+    if device.startswith("cuda") and torch is not None:
+        found["device_free_mb"], found["device_mb"] = torch.cuda.mem_get_info(device)
+    return {name: size >> 20 for name, size in found.items()}

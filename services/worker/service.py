@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from services.worker.assembly import core_of, costs_of, make_engine, open_cache, pool_of
+from services.worker.assembly import core_of, costs_of, make_engine, memory_mb, open_cache, pool_of
 from services.worker.config import WorkerConfig
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.steps import StepCore
@@ -324,6 +324,7 @@ class Worker:
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
                 "trouble": self._trouble(),
+                **memory_mb(self._config.device),
                 "failed_commands": self._door.failed_commands,
                 "foreign_commands": self._foreign_commands,
                 **self._neighbours.details(),

@@ -25,6 +25,7 @@ class SequenceMove(Message, frozen=True, kw_only=True):
     ref: SequenceRef
     target: Id
     mode: MoveMode = MoveMode.TOKENS
+    why: Text = ""
 
 
 class MoveSequences(Message, frozen=True, kw_only=True):
@@ -56,6 +57,8 @@ class SequenceMoved(Message, frozen=True, kw_only=True):
     source: Id
     target: Id
     mode: MoveMode = MoveMode.TOKENS
+    why: Text = ""
+    """Why it was to migrate."""
     reason: Text = ""
     rounds: Count = 0
     """Number of rehearsals at the target, or of block fetches."""

@@ -17,6 +17,8 @@ class TellRecorded(Message, frozen=True, kw_only=True):
     """Return only events of this request, and its share in steps and plans; empty: all."""
     kinds: tuple[Text, ...] = ()
     """Kinds to return; empty: all."""
+    is_brief: bool = False
+    """Return steps and plans without the requests in them."""
     most: Count = 4096
     """Maximum number of events."""
 

@@ -124,6 +124,10 @@ class CacheReport(Message, frozen=True, kw_only=True):
     """Part of `device_hits` that lies at creditors."""
     misses: Number = 0
     """Prompt blocks that no tier stored."""
+    host_written: Number = 0
+    """Blocks copied to the host; likewise for the other tiers."""
+    disk_written: Number = 0
+    peer_written: Number = 0
 
 
 WAIT_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)

@@ -200,6 +200,7 @@ def test_decisions_have_words_and_costs(simulated: RunningStack, page: Page) -> 
     common = {"unix_s": 1.7e9, "request": "req_1"}
     offers = [["pause", 11, 0.952, ""], ["swap", 15, 1.2, ""]]
     moved = {"source": "worker-0", "target": "worker-1", "mode": "kv", "failed": ""}
+    moved["why"] = "it is packed there"
     events = [
         {"kind": "relief", "worker": "worker-0", "chosen": "pause", "offers": offers, "unix_s": 1.7e9},
         {"kind": "moved", **moved, "moved_bytes": 5e5, "prepare_s": 0.3, "switch_s": 0.06, **common},
@@ -210,7 +211,7 @@ def test_decisions_have_words_and_costs(simulated: RunningStack, page: Page) -> 
     page.evaluate(f"{show}window.events, () => {{ window.asked = true; }}))")
     told = page.evaluate("[...document.querySelectorAll('#event-rows li')].map((e) => e.textContent)")
     assert "move failed" in told[0] and "it ended before" in told[0]
-    assert "worker-0 → worker-1 as kv, 500k bytes, ready in 300 ms" in told[1]
+    assert "worker-0 → worker-1 as kv (it is packed there), 500k bytes, ready in 300 ms" in told[1]
     assert "chose pause: pause 11 blocks for 952 ms, swap 15 blocks for 1.2 s" in told[2]
     page.evaluate("document.querySelector('#event-rows a').click()")
     assert page.evaluate("window.asked") is True and page.faults == []
@@ -266,6 +267,49 @@ def test_debts_are_a_graph_a_matrix_or_a_list(simulated: RunningStack, page: Pag
             assert label.endswith("worker-2 lends 4 to worker-0")
             assert page.evaluate("document.querySelectorAll('#debt-rows path.debt').length") == 3
     assert page.faults == []
+
+
+@needs_chromium
+def test_it_shows_batches_memory_and_lengths(simulated: RunningStack, page: Page) -> None:
+    look(page, simulated)
+    ask_all(simulated)
+    said = "document.querySelector('#batch-rows canvas')?.getAttribute('aria-label')"
+    page.until(f"/worker-\\d+: \\d+ answers and \\d+ prompt tokens in /.test({said})")
+    drawn = "document.querySelector('#batch-rows canvas').getContext('2d').getImageData(0, 0, 999, 64).data"
+    page.until(f"{drawn}.some((part) => part > 0)")
+    page.until("document.querySelectorAll('#length-points circle').length > 0")
+    page.until("/no longer than the 95 % bound/.test(document.getElementById('lengths-note').textContent)")
+    page.until("/process .* GiB, host .* GiB used/.test(document.querySelector('.memory').textContent)")
+    assert page.evaluate("document.getElementById('dashboards').hidden")
+    assert page.faults == []
+
+
+@needs_chromium
+def test_kv_on_the_move_is_shown_for_ten_seconds(simulated: RunningStack, page: Page) -> None:
+    """Here neither tiers nor loans are at work: the module is asked itself."""
+    look(page, simulated)
+    none = dict.fromkeys(("host", "disk", "peer"), 0)
+    row = {"id": "worker-0", "written": none, "hits": none}
+    owed = {"creditor": "worker-1", "debtor": "worker-0", "blocks": 4, "host_blocks": 0}
+    moved = {"kind": "moved", "unix_s": 3, "source": "worker-0", "target": "worker-1", "moved_bytes": 7}
+    pictures = [
+        {"unix_s": 1, "workers": [row], "debts": [owed]},
+        {"unix_s": 2, "workers": [row | {"written": none | {"host": 5}}], "debts": []},
+        {"unix_s": 3, "workers": [row], "debts": [], "events": [moved, moved | {"failed": "late"}]},
+    ]
+    shown = page.evaluate(
+        "import('/ui/moving.js').then(({Moving}) => { const list = document.createElement('ul');"
+        f"const moving = new Moving(list); {json.dumps(pictures)}.forEach((one) => moving.take(one));"
+        "moving.draw(4); const rows = [...list.children].map((row) => row.innerText ?? row.textContent);"
+        "return JSON.stringify([rows, moving.draw(14)]); })"
+    )
+    rows, is_moving = json.loads(shown)
+    assert rows == [
+        "worker-0worker-17 bytes of one sequence",
+        "worker-0worker-14 blocks given back",
+        "worker-0 devicehost5 blocks",
+    ]
+    assert is_moving is False
 
 
 @needs_chromium

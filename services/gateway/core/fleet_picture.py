@@ -44,6 +44,7 @@ def worker_row(report: WorkerReported, heard_s: float) -> dict[str, Any]:
             "borrowed": cache.borrowed_hits,
             "misses": cache.misses,
         },
+        "written": {"host": cache.host_written, "disk": cache.disk_written, "peer": cache.peer_written},
         "decode_ms": round(report.decode_step_s * 1e3, 3),
         "prefill_tokens_per_s": round(report.prefill_tokens_per_s, 1),
         "busy": round(report.busy_share, 3),

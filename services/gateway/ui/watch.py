@@ -4,7 +4,7 @@ minutes."""
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -24,9 +24,12 @@ from shared.release import VERSION
 
 M = TypeVar("M", bound=Message)
 _FIND_S = 5.0
+MEMORY = ("resident_mb", "host_free_mb", "host_mb", "device_free_mb", "device_mb")
 _DEADLINE_S = 1.0
 _AT_ONCE = 16
 _MOST_EVENTS = 500
+_MOST_HEARD = 16
+"""Most instances whose events are read."""
 
 
 class Colleagues:
@@ -73,6 +76,11 @@ class Colleagues:
         """Return the instance's last details; empty if unknown."""
         return self._told[instance].details if instance in self._told else {}
 
+    def memory(self, worker: str) -> dict[str, int]:
+        """Return the worker's memory of process, host and GPU, in MiB, as far as it is known."""
+        told = self.details(worker)
+        return {name: told[name] for name in MEMORY if name in told}
+
     def picture(self) -> dict[str, Any]:
         """Return the live page's part about instances without heartbeats here."""
         shown: dict[str, Any] = {"services": []}
@@ -85,21 +93,23 @@ class Colleagues:
                 shown["tenants"] = told.details.get("tenants", [])
         return shown
 
-    async def news(self, kinds: Sequence[str]) -> list[RecordedEvent]:
-        """Return schedulers' events since the last call, in wall-clock order; at first, the latest ones."""
-        found: list[RecordedEvent] = []
-        for name, service in self._names.items():
-            if service != "scheduler":
-                continue
-            incarnation, seq = self._heard.get(name, (0, None))
-            question = TellRecorded(since_seq=seq, kinds=tuple(kinds), most=_MOST_EVENTS)
-            told = await self._recorded(service, name, question)
-            if told is None:
-                continue
-            is_other = incarnation not in (0, told.incarnation)
-            self._heard[name] = (told.incarnation, 0 if is_other else told.next_seq)
-            found += [] if is_other else by_wall_clock(told)
-        return sorted(found, key=lambda event: event.at_s)
+    async def news(self, kinds: Mapping[str, Sequence[str]]) -> list[tuple[str, RecordedEvent]]:
+        """Return events since the last call by instance, in wall-clock order; at first, the latest ones.
+        `kinds`: of each service that is asked."""
+        asked = [(service, name) for name, service in self._names.items() if service in kinds]
+        told = await asyncio.gather(*(self._since(*each, kinds[each[0]]) for each in asked[:_MOST_HEARD]))
+        found = [(name, event) for (_, name), events in zip(asked, told, strict=False) for event in events]
+        return sorted(found, key=lambda each: each[1].at_s)
+
+    async def _since(self, service: str, name: str, kinds: Sequence[str]) -> list[RecordedEvent]:
+        incarnation, seq = self._heard.get(name, (0, None))
+        question = TellRecorded(since_seq=seq, kinds=tuple(kinds), is_brief=True, most=_MOST_EVENTS)
+        told = await self._recorded(service, name, question)
+        if told is None:
+            return []
+        is_other = incarnation not in (0, told.incarnation)
+        self._heard[name] = (told.incarnation, 0 if is_other else told.next_seq)
+        return [] if is_other else by_wall_clock(told)
 
     async def remembered(self, request_id: str) -> list[Recorded]:
         """Return all records of a request; instances that do not reply are left out."""
@@ -156,9 +166,12 @@ GONE_S = 600.0
 MOST_GONE = 64
 MOST_VIEWERS = 32
 QUEUED_PICTURES = 4
-RECENT = 200
 SHOWN_REQUESTS = 60
-EVENT_KINDS = ("relief", "move begun", "moved", "worker lost", "preempted")
+DECISIONS = frozenset({"relief", "move begun", "moved", "worker lost", "preempted"})
+HEARD = {"scheduler": (*DECISIONS, "predicted", "left"), "worker": ("step",)}
+"""Kinds of events that are read, by service."""
+MOST_KEPT = {"events": 200, "steps": 4096, "lengths": 400}
+MOST_PREDICTED = 8192
 
 
 class Viewer:
@@ -216,10 +229,53 @@ class Departed:
         return [{**row, "why": "; ".join(told[worker])} for worker, row in sorted(self._rows.items())]
 
 
-class Watch:
-    """The viewers of one gateway, and the history."""
+class Heard:
+    """What others have recorded: decisions (`events`), steps, and lengths of answers. `kept` has the latest,
+    `fresh` what no page was told yet."""
 
-    def __init__(self, sessions: Sessions, colleagues: Colleagues, now_s: Clock) -> None:
+    def __init__(self) -> None:
+        self.kept = {name: deque[Any](maxlen=most) for name, most in MOST_KEPT.items()}
+        self.fresh = {name: deque[Any](maxlen=most) for name, most in MOST_KEPT.items()}
+        self._predicted: dict[tuple[str, int], tuple[int, int]] = {}
+        """Median and p95 of the first prediction, by request and choice."""
+
+    def take(self, instance: str, event: RecordedEvent) -> None:
+        told = event.fields
+        if event.kind in DECISIONS:
+            shown = {"unix_s": event.at_s, "kind": event.kind, "request": event.request_id, **told}
+            self._keep("events", shown)
+        elif event.kind == "step":
+            row = (instance, event.at_s, told["step_s"], told["prefill_tokens"], told["decodes"])
+            self._keep("steps", row)
+        elif event.kind == "predicted":
+            if len(self._predicted) >= MOST_PREDICTED:
+                del self._predicted[next(iter(self._predicted))]
+            predicted = (told["p50_tokens"], told["p95_tokens"])
+            self._predicted.setdefault((event.request_id, told["choice"]), predicted)
+        else:
+            found = self._predicted.pop((event.request_id, told["choice"]), None)
+            if found is not None and told["became"] == "ended":
+                self._keep("lengths", (*found, told["generated_tokens"]))
+
+    def _keep(self, name: str, row: object) -> None:
+        self.kept[name].append(row)
+        self.fresh[name].append(row)
+
+    def told(self) -> dict[str, list[Any]]:
+        """Return what is fresh, once."""
+        fresh = {name: list(rows) for name, rows in self.fresh.items()}
+        for rows in self.fresh.values():
+            rows.clear()
+        return fresh
+
+
+class Watch:
+    """The viewers of one gateway, and the history. `dashboards`: address that the page links to."""
+
+    def __init__(
+        self, sessions: Sessions, colleagues: Colleagues, now_s: Clock, dashboards: str = ""
+    ) -> None:
+        self._dashboards = dashboards
         self._sessions = sessions
         self._colleagues = colleagues
         self._now_s = now_s
@@ -230,8 +286,7 @@ class Watch:
         self._history: deque[dict[str, float]] = deque(maxlen=HISTORY)
         self._latencies: deque[dict[str, Any]] = deque(maxlen=LATENCY_HISTORY)
         self._departed = Departed()
-        self._events: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self._fresh: list[dict[str, Any]] = []
+        self._heard = Heard()
         self._sampled: tuple[float, float, float, float] | None = None
 
     def join(self) -> Viewer:
@@ -283,9 +338,8 @@ class Watch:
             await self._somebody()
             with fenced("questions of the live page"):
                 await self._colleagues.ask()
-                shown = [_shown(event) for event in await self._colleagues.news(EVENT_KINDS)]
-                self._events.extend(shown)
-                self._fresh.extend(shown)
+                for instance, event in await self._colleagues.news(HEARD):
+                    self._heard.take(instance, event)
             await asyncio.sleep(ASK_S)
 
     async def _show(self) -> None:
@@ -301,31 +355,18 @@ class Watch:
             await self._arrived.wait()
 
     def _show_now(self) -> None:
-        fresh, self._fresh = self._fresh, []
-        picture = self.picture()
+        fresh, picture = self._heard.told(), self.picture()
         part = whole = b""
         for viewer in list(self._viewers):
             if viewer.needs_whole:
-                whole = whole or _event(
-                    "whole",
-                    {
-                        **picture,
-                        "history": list(self._history),
-                        "latencies": list(self._latencies),
-                        "events": list(self._events),
-                    },
-                )
+                kept = {name: list(rows) for name, rows in self._heard.kept.items()}
+                past = {"history": list(self._history), "latencies": list(self._latencies)}
+                whole = whole or _event("whole", {**picture, **kept, **past})
                 viewer.offer(whole, is_whole=True)
             else:
-                part = part or _event(
-                    "part",
-                    {
-                        **picture,
-                        "events": fresh,
-                        "point": self._history[-1] if self._history else None,
-                        "latency": self._latencies[-1] if self._latencies else None,
-                    },
-                )
+                point = self._history[-1] if self._history else None
+                latency = self._latencies[-1] if self._latencies else None
+                part = part or _event("part", {**picture, **fresh, "point": point, "latency": latency})
                 viewer.offer(part)
 
     def picture(self) -> dict[str, Any]:
@@ -333,6 +374,8 @@ class Watch:
         sessions, now_s = self._sessions, self._now_s()
         reports = sessions.workers.reports()
         rows = [worker_row(each, sessions.workers.unheard_s(each.worker_id, now_s)) for each in reports]
+        for row in rows:
+            row["memory"] = self._colleagues.memory(row["id"])
         scheduler = sessions.scheduler
         troubles = sessions.stack.troubles(now_s) or ()
         return {
@@ -355,6 +398,7 @@ class Watch:
             "departed": self._departed.rows(troubles, unix_s()),
             "recent": self._recent(),
             "release": VERSION,
+            "dashboards": self._dashboards,
             "up_s": round(now_s - self._began_s),
             "requests": self._requests(now_s),
             "open_requests": sessions.active,
@@ -403,10 +447,6 @@ class Watch:
             "tokens_per_s": round(max(0.0, now[1] - before[1]) / elapsed_s, 1),
             "hit_share": round((now[2] - before[2]) / asked, 4) if asked > 0 else 0.0,
         }
-
-
-def _shown(event: RecordedEvent) -> dict[str, Any]:
-    return {"unix_s": event.at_s, "kind": event.kind, "request": event.request_id, **event.fields}
 
 
 def _event(kind: str, content: object) -> bytes:

@@ -11,6 +11,8 @@ from math import inf
 from statistics import median
 from typing import Literal
 
+from msgspec import structs
+
 from shared.messages.moves import MoveMode, SequenceMove
 from shared.messages.reports import SequenceState, WorkerReported
 from shared.messages.sequence import SequenceRef
@@ -99,7 +101,7 @@ class MoveModes:
             self.counts[mode or "later"] += 1
             if mode is not None:
                 self._under_way[wanted.order.ref] = (one, mode, now_s)
-                now.append(SequenceMove(ref=wanted.order.ref, target=one.target, mode=mode))
+                now.append(structs.replace(wanted.order, mode=mode))
         return now
 
     def on_over(self, ref: SequenceRef) -> None:

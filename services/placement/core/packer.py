@@ -277,7 +277,7 @@ class Packer:
                 continue
             known.moving_s = now_s
             self.counts.ordered += 1
-            yield SequenceMove(ref=known.ref, target=home)
+            yield SequenceMove(ref=known.ref, target=home, why="it is packed there")
 
     def on_postponed(self, order: SequenceMove) -> None:
         """Cancel a move for this epoch. The next epoch orders it again."""

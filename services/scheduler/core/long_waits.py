@@ -153,7 +153,8 @@ class OversizedWatch:
             return [self._roster.told_of(sequence, target)]
         if target is not None and sequence.key not in self._sent_on:
             self._sent_on[sequence.key] = None
-            order = SequenceMove(ref=sequence.ref, target=target.worker_id, mode=MoveMode.TOKENS)
+            why = "it fits no longer where it is"
+            order = SequenceMove(ref=sequence.ref, target=target.worker_id, mode=MoveMode.TOKENS, why=why)
             try:
                 return self._moves.begin(order, now_s)
             except InvalidRequest:

@@ -53,6 +53,7 @@ class Move:
     mode: MoveMode
     began_s: float
     deadline_s: float
+    why: str = ""
     stage: MoveStage = MoveStage.ASKING
     rounds: int = 0
     """Number of rehearsals or fetches."""
@@ -93,6 +94,7 @@ class Move:
             source=self.source,
             target=self.target,
             mode=self.mode,
+            why=self.why,
             reason=reason,
             rounds=self.rounds,
             rehearsed_tokens=self.rehearsed_tokens,
@@ -129,7 +131,7 @@ class Moves:
         if refusal or sequence is None or sequence.worker_id is None:
             raise InvalidRequest(refusal, param="moves")
         deadline_s = now_s + self._rules.deadline_s
-        move = Move(order.ref, sequence.worker_id, order.target, order.mode, now_s, deadline_s)
+        move = Move(order.ref, sequence.worker_id, order.target, order.mode, now_s, deadline_s, order.why)
         self.by_key[sequence.key] = move
         target = self._roster.pipelines[move.target]
         if not target.report.caches_prefixes:  # it would keep nothing: the reader waits for a whole prefill

@@ -84,7 +84,8 @@ class PressureWatch:
         chosen = relief.chosen
         if chosen and chosen.rung == Migrate.name and target is not None and victim is not None:
             mode = MoveMode.KV if chosen.reason == BY_KV else MoveMode.TOKENS
-            order = SequenceMove(ref=victim[0].ref, target=target.worker_id, mode=mode)
+            why = "its worker runs out of memory"
+            order = SequenceMove(ref=victim[0].ref, target=target.worker_id, mode=mode, why=why)
             try:
                 effects += self._moves.begin(order, now_s)
             except InvalidRequest:

@@ -1,10 +1,9 @@
 // Who lends to whom: a graph beside a matrix while few are in it, a matrix up to 16, then a list.
 
-import { element, rows } from "/ui/dom.js";
+import { drawn, element, rows } from "/ui/dom.js";
 
 const AS_GRAPH = 8, AS_MATRIX = 16;
 const SIZE = 260, RADIUS = 92, NODE = 15;
-const SVG = "http://www.w3.org/2000/svg";
 
 const blocksOf = (debt) => debt.blocks + debt.host_blocks;
 
@@ -29,13 +28,6 @@ function matrix(names, debts) {
     return element("td", { text: debt ? String(blocksOf(debt)) : "·", className: debt ? "some" : "" });
   }))));
   return element("table", {}, element("thead", {}, element("tr", {}, element("th"), ...names.map((text) => element("th", { text })))), body);
-}
-
-function drawn(tag, attributes, ...children) {
-  const made = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, String(value));
-  made.append(...children);
-  return made;
 }
 
 /** Names on a circle; an arrow from who lends to who holds, as thick as the debt is large. */

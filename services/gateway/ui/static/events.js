@@ -4,10 +4,11 @@ import { clock, count, element, seconds, short } from "/ui/dom.js";
 
 const SHOWN = 60;
 const BADGES = { moved: "good", "move begun": "", "move failed": "bad", relief: "warn", preempted: "warn", "worker lost": "bad" };
+const because = (event) => (event.why ? ` (${event.why})` : "");
 const TEXTS = {
   relief: (e) => `${e.worker} chose ${e.chosen}: ${e.offers.map(([rung, blocks, cost]) => `${rung} ${blocks} blocks for ${seconds(cost)}`).join(", ") || "nothing to offer"}`,
-  "move begun": (e) => `to ${e.target} as ${e.mode}`,
-  moved: (e) => `${e.source} → ${e.target} as ${e.mode}, ${count(e.moved_bytes)} bytes, ready in ${seconds(e.prepare_s)}, changed over in ${seconds(e.switch_s)}`,
+  "move begun": (e) => `to ${e.target} as ${e.mode}${because(e)}`,
+  moved: (e) => `${e.source} → ${e.target} as ${e.mode}${because(e)}, ${count(e.moved_bytes)} bytes, ready in ${seconds(e.prepare_s)}, changed over in ${seconds(e.switch_s)}`,
   "move failed": (e) => `to ${e.target}: ${e.failed}`,
   preempted: (e) => `at ${e.worker}, ${e.mode}`,
   "worker lost": (e) => `${e.worker}, with ${e.sequences} sequences`,

@@ -1,10 +1,13 @@
 // The live page: one picture at a time from the stream onto the elements of index.html.
 
+import { Batches } from "/ui/batches.js";
 import { Charts, LATENCY_KINDS, LOAD_KINDS } from "/ui/charts.js";
 import { showDebts } from "/ui/debts.js";
 import { Details } from "/ui/details.js";
 import { byId, count, element, percent, rows, say, seconds, short, tenths } from "/ui/dom.js";
 import { showEvents } from "/ui/events.js";
+import { Lengths } from "/ui/lengths.js";
+import { Moving } from "/ui/moving.js";
 import { ask, key, setKey, theme } from "/ui/session.js";
 import { follow } from "/ui/stream.js";
 import { Traffic } from "/ui/traffic.js";
@@ -16,6 +19,8 @@ const MOST_EVENTS = 200, MOST_TENANTS = 50;
 const charts = new Charts(byId("charts"), LOAD_KINDS, 600), latencies = new Charts(byId("latency-charts"), LATENCY_KINDS, 180);
 const details = new Details(ask);
 const grid = new WorkerGrid(byId("worker-grid"), (id) => details.worker(id));
+const batches = new Batches(byId("batch-rows"), byId("batches-note")), moving = new Moving(byId("moving-rows"));
+const lengths = new Lengths(byId("length-points"), byId("lengths-note"));
 new Traffic();
 theme(byId("theme"), () => { charts.build(); latencies.build(); });
 
@@ -104,6 +109,12 @@ function show(picture) {
   byId("queue").hidden = !queue.length;
   byId("tenants").hidden = !tenants.length;
   byId("debts").hidden = !picture.debts.length;
+  byId("batches").hidden = !batches.steps.length;  // before it is drawn: its width is known only then
+  byId("batches").hidden = !batches.draw(picture.unix_s);
+  byId("moving").hidden = !moving.draw(picture.unix_s);
+  byId("lengths").hidden = !lengths.draw();
+  byId("dashboards").hidden = !picture.dashboards;
+  if (picture.dashboards) byId("dashboards").href = picture.dashboards;
   showLatency(picture.recent ?? []);
   grid.showDeparted(picture.departed ?? [], picture.unix_s);
   showVerdict(picture);
@@ -122,6 +133,8 @@ function take(kind, data) {
     offerModels();
     events = picture.events;
     isNews = true;
+    batches.reset(picture.steps);
+    lengths.reset(picture.lengths);
   }
   else {
     charts.add(picture.point);
@@ -129,8 +142,11 @@ function take(kind, data) {
       latencyPoints = [...latencyPoints, picture.latency].slice(-180);
       offerModels();
     }
+    batches.add(picture.steps);
+    lengths.add(picture.lengths);
     if (picture.events.length) { events = [...events, ...picture.events].slice(-MOST_EVENTS); isNews = true; }
   }
+  moving.take(picture);
   if (isPaused) return;  // what is told only once is kept, and shown when the page goes on
   charts.draw();
   if (isNews) { showNews(); isNews = false; }

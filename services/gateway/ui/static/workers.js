@@ -1,6 +1,6 @@
 // A card for each worker: its KV as a bar, what it lent and borrowed, what lies below the device, its batch.
 
-import { clock, count, element, percent, say, seconds } from "/ui/dom.js";
+import { clock, count, element, gigabytes, percent, say, seconds } from "/ui/dom.js";
 
 const DENSE_FROM = 13, LATE_S = 2;
 const PARTS = ["used", "borrowed", "evictable"];
@@ -9,7 +9,7 @@ function makeCard(id, onOpen) {
   const bar = element("span", { className: "bar" }, ...PARTS.map((part) => element("i", { className: part })));
   const thin = element("span", { className: "bar thin" }, element("i", { className: "below" }));
   const card = element("button", { className: "worker", onClick: () => onOpen(id) },
-    element("span", { className: "top" }, element("b", { text: id }), element("span")), bar, thin, element("span", { className: "extra" }));
+    element("span", { className: "top" }, element("b", { text: id }), element("span")), bar, thin, element("span", { className: "extra" }), element("span", { className: "extra memory" }));
   card.dataset.worker = id;
   return card;
 }
@@ -31,6 +31,10 @@ function showCard(card, row, isDense) {
   thin.hidden = !below;
   width(thin.firstElementChild, below ? (blocks.host_used + blocks.disk_used) / below : 0);
   say(card.querySelector(".top span"), isDense ? percent(blocks.used / all) : `${percent(blocks.used / all)} of ${count(blocks.total)} blocks`);
+  const { resident_mb: own, host_free_mb: free, host_mb: host, device_free_mb: deviceFree, device_mb: device } = row.memory ?? {};
+  const memory = [own && `process ${gigabytes(own)}`, host && `host ${gigabytes(host - free)} of ${gigabytes(host)} used`,
+    device && `device ${gigabytes(device - deviceFree)} of ${gigabytes(device)} used`].filter(Boolean).join(", ");
+  say(card.querySelector(".memory"), memory);
   const extra = card.querySelector(".extra");
   const parts = [`${running} running`];
   if (row.sequences.waiting) parts.push(`${row.sequences.waiting} waiting`);
@@ -44,7 +48,7 @@ function showCard(card, row, isDense) {
   extra.replaceChildren(parts.join(", "), ...marks);
   card.classList.toggle("late", row.heard_s > LATE_S);
   card.title = `${blocks.used} in use, ${blocks.evictable} cached, ${blocks.free} free of ${blocks.total} blocks; host `
-    + `${blocks.host_used}/${blocks.host}, disk ${blocks.disk_used}/${blocks.disk}; lent ${lentBlocks}, borrowed ${blocks.borrowed}`;
+    + `${blocks.host_used}/${blocks.host}, disk ${blocks.disk_used}/${blocks.disk}; lent ${lentBlocks}, borrowed ${blocks.borrowed}${memory && `; ${memory}`}`;
 }
 
 /** Keeps cards that stay, so that focus and hover do; one card a worker. */
