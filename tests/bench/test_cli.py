@@ -3,10 +3,14 @@
 import argparse
 import json
 import re
+import subprocess
+import sys
+import time
 from argparse import ArgumentParser
 from io import StringIO
 from pathlib import Path
 
+import psutil
 import pytest
 from pytest import CaptureFixture
 from rich.console import Console
@@ -48,15 +52,11 @@ def test_the_list_names_every_bench(capsys: CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("one_bench")
 def test_json_alone_is_on_standard_output(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     assert cli.main(["engine", "--quick", "--to", "4", "--json", "-", "--out", str(tmp_path / "run")]) == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["figures"] == {"sum": 6.0, "quick": 1.0} and "a note" in captured.err
+    out, err = capsys.readouterr()
+    assert json.loads(out)["figures"] == {"sum": 6.0, "quick": 1.0} and "a note" in err
     assert json.loads((tmp_path / "run" / "result.json").read_text())["name"] == "engine"
     assert json.loads((tmp_path / "run" / "config.json").read_text())["to"] == 4
-
-
-@pytest.mark.usefixtures("one_bench")
-def test_json_goes_to_a_file_and_the_table_to_people(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
-    file = tmp_path / "figures.json"
+    file = tmp_path / "figures.json"  # There the table is for people.
     assert cli.main(["engine", "--json", str(file), "--out", str(tmp_path)]) == 0
     assert json.loads(file.read_text())["config"]["quick"] is False
     shown = capsys.readouterr().out
@@ -68,6 +68,17 @@ def test_what_goes_wrong_is_said(tmp_path: Path, capsys: CaptureFixture[str]) ->
     assert cli.main(["engine", "--to", "-1", "--out", str(tmp_path)]) == 1
     assert "cannot count to that" in capsys.readouterr().err and cli.main(["no-such-bench"]) == 2
     assert "no bench 'no-such-bench'" in capsys.readouterr().err
+
+
+@pytest.mark.stack
+def test_a_bench_that_is_ended_ends_its_stack(tmp_path: Path) -> None:
+    """By SIGTERM, as from `timeout`: the stack stayed, on its ports and cores."""
+    words = [sys.executable, "-m", "bench", "overhead", "--quick", "--out", str(tmp_path)]
+    with subprocess.Popen(words, cwd=ROOT) as bench:
+        while not (up := [each for each in psutil.Process(bench.pid).children() if "up" in each.cmdline()]):
+            time.sleep(0.1)
+        bench.terminate()
+        assert bench.wait(60) == 143 and not up[0].is_running()
 
 
 @pytest.mark.parametrize("columns", [40, 300])
@@ -99,6 +110,7 @@ def test_names_are_unique() -> None:
 
 
 def test_every_bench_has_a_page_that_the_front_page_leads_to() -> None:
+    assert len(_FRONT.split()) < 1300 and len(_FRONT.splitlines()) < 80  # read in two minutes
     assert set(_PAGES) == set(names())
     assert set(re.findall(r"\]\(benchmarks/([a-z0-9-]+)\.md\)", _FRONT)) == set(names())
     for name, page in _PAGES.items():
@@ -110,11 +122,6 @@ def test_every_command_in_the_documents_is_a_bench() -> None:
     for text in (_FRONT, *_PAGES.values()):
         commands = set(re.findall(r"python -m bench ([a-z][a-z0-9-]*)", text))
         assert commands - {"data", "record"} <= set(names())
-
-
-def test_the_front_page_stays_one() -> None:
-    """A stranger reads it in two minutes; details are on the benches' pages."""
-    assert len(_FRONT.split()) < 1300 and len(_FRONT.splitlines()) < 80
 
 
 TREE = {
