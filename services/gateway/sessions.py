@@ -73,7 +73,7 @@ class Sessions:
         """Exchanges with news that their readers have not seen."""
         self._worker_seen = asyncio.Event()
         self._is_draining = self._is_ended = False
-        self.output_tokens = 0
+        self.prompt_tokens = self.output_tokens = 0
         self._secret = token_bytes(32)
         self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
         names = (config.served_name, *config.models)
@@ -148,6 +148,7 @@ class Sessions:
         )
         for at, (prompt, sampling) in enumerate(zip(job.prompts, job.samplings, strict=True)):
             packed = pack_tokens(prompt)
+            self.prompt_tokens += len(prompt)
             sequence_id = request_id if at == 0 else f"{request_id}-{at}"
             for choice in range(job.n):
                 stream = Stream((sequence_id, choice), self._timing, now_s, self._secret)

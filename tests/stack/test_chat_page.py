@@ -11,6 +11,7 @@ import pytest
 
 from tests.chromium import EXECUTABLE, Page, browser
 from tests.stack.running import RunningStack
+from tests.stack.test_live_page import ask_all
 
 pytestmark = [
     pytest.mark.stack,
@@ -160,6 +161,8 @@ def test_it_fits_a_phone_and_axe_finds_nothing(simulated: RunningStack, page: Pa
     if not path:
         page.open(f"{simulated.url}/ui")
         page.until("Number(document.body?.dataset.heard) > 1")
+        ask_all(simulated)  # Panels with nothing to show are hidden.
+        page.until("!['events', 'batches', 'lengths'].some((id) => document.getElementById(id).hidden)")
     else:
         say(page, "Tell me of the sea.")
         until_answered(page, 2)

@@ -287,7 +287,7 @@ class Watch:
         self._latencies: deque[dict[str, Any]] = deque(maxlen=LATENCY_HISTORY)
         self._departed = Departed()
         self._heard = Heard()
-        self._sampled: tuple[float, float, float, float] | None = None
+        self._sampled: tuple[float, ...] | None = None
 
     def join(self) -> Viewer:
         """Add a viewer. Raises Overloaded at the limit."""
@@ -434,7 +434,7 @@ class Watch:
         totals = totals_of([worker_row(each, 0.0) for each in sessions.workers.reports()])
         tokens, hits = totals["tokens"], totals["hits"]
         found = float(hits["device"] + hits["host"] + hits["disk"] + hits["peer"])
-        now = (unix_s(), float(sessions.output_tokens), found, found + hits["misses"])
+        now = (unix_s(), sessions.output_tokens, found, found + hits["misses"], sessions.prompt_tokens)
         before, self._sampled = self._sampled or now, now
         elapsed_s = max(now[0] - before[0], 1e-3)
         asked = now[3] - before[3]
@@ -445,6 +445,7 @@ class Watch:
             "running": sessions.scheduler.said.running,
             "queued": sessions.scheduler.said.queued,
             "tokens_per_s": round(max(0.0, now[1] - before[1]) / elapsed_s, 1),
+            "prompt_tokens_per_s": round((now[4] - before[4]) / elapsed_s, 1),
             "hit_share": round((now[2] - before[2]) / asked, 4) if asked > 0 else 0.0,
         }
 

@@ -16,7 +16,7 @@ export const LATENCY_KINDS = [
 export const LOAD_KINDS = [
   { title: "KV in use", names: [["kv", "in use", "used"], ["cached", "cached", "evictable"]], show: percent, most: 1 },
   { title: "sequences", names: [["running", "running", "used"], ["queued", "queued", "borrowed"]], show: plain },
-  { title: "tokens a second", names: [["tokens_per_s", "answers", "good"]], show: plain },
+  { title: "tokens a second", names: [["tokens_per_s", "answers", "good"], ["prompt_tokens_per_s", "prompts", "borrowed"]], show: plain },
   { title: "prompt tokens saved", names: [["hit_share", "share", "lent"]], show: percent, most: 1 },
 ];
 

@@ -19,7 +19,7 @@ function width(node, share) {
   if (node.style.width !== text) node.style.width = text;
 }
 
-function showCard(card, row, isDense) {
+function showCard(card, row, isDense, isOneModel) {
   const blocks = row.blocks, all = Math.max(1, blocks.total);
   const borrowed = Math.min(blocks.borrowed, blocks.used), running = row.sequences.decoding + row.sequences.prefilling;
   const [used, lent, cached] = card.querySelectorAll(".bar:not(.thin) i");
@@ -36,7 +36,7 @@ function showCard(card, row, isDense) {
     device && `device ${gigabytes(device - deviceFree)} of ${gigabytes(device)} used`].filter(Boolean).join(", ");
   say(card.querySelector(".memory"), memory);
   const extra = card.querySelector(".extra");
-  const parts = [`${running} running`];
+  const parts = [...(isOneModel ? [] : [row.model]), `${running} running`];
   if (row.sequences.waiting) parts.push(`${row.sequences.waiting} waiting`);
   if (row.decode_ms) parts.push(`${row.decode_ms.toFixed(1)} ms${isDense ? "" : " a step"}`);
   if (row.swapped_layers) parts.push(`${row.swapped_layers} layers swapped`);
@@ -47,7 +47,7 @@ function showCard(card, row, isDense) {
   if (blocks.borrowed) marks.push(element("b", { className: "borrowed", text: ` ${blocks.borrowed} borrowed` }));
   extra.replaceChildren(parts.join(", "), ...marks);
   card.classList.toggle("late", row.heard_s > LATE_S);
-  card.title = `${blocks.used} in use, ${blocks.evictable} cached, ${blocks.free} free of ${blocks.total} blocks; host `
+  card.title = `${row.model}: ${blocks.used} in use, ${blocks.evictable} cached, ${blocks.free} free of ${blocks.total} blocks; host `
     + `${blocks.host_used}/${blocks.host}, disk ${blocks.disk_used}/${blocks.disk}; lent ${lentBlocks}, borrowed ${blocks.borrowed}${memory && `; ${memory}`}`;
 }
 
@@ -56,7 +56,7 @@ export class WorkerGrid {
   constructor(root, onOpen) { this.root = root; this.onOpen = onOpen; this.cards = new Map(); }
 
   show(workers) {
-    const isDense = workers.length >= DENSE_FROM;
+    const isDense = workers.length >= DENSE_FROM, isOneModel = new Set(workers.map((row) => row.model)).size < 2;
     this.root.classList.toggle("dense", isDense);
     const present = new Set(workers.map((row) => row.id));
     for (const [id, card] of this.cards) if (!present.has(id)) { card.remove(); this.cards.delete(id); }
@@ -64,7 +64,7 @@ export class WorkerGrid {
       let card = this.cards.get(row.id);
       if (!card) { card = makeCard(row.id, this.onOpen); this.cards.set(row.id, card); }
       if (this.root.children[index] !== card) this.root.insertBefore(card, this.root.children[index] ?? null);
-      showCard(card, row, isDense);
+      showCard(card, row, isDense, isOneModel);
     });
   }
 
