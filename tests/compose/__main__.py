@@ -235,7 +235,7 @@ def check_override(project: Project) -> None:
     others = {name: project.container(name) for name in kept}
     old = project.container("placement")
     assert project.status("placement", "placement-0")["policy"] == "prefix_aware"
-    project.up(BEST_FIT)
+    project.run("up", "--detach", "placement", overrides=(BEST_FIT,))
     project.until_healthy("placement", project.gateway)
     assert project.container("placement") != old
     assert {name: project.container(name) for name in kept} == others

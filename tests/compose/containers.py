@@ -89,9 +89,9 @@ class Project:
         argv = [*self.compose, "--project-name", self.name, *named, *words]
         subprocess.run(argv, cwd=ROOT, env=self._environment(), check=True, timeout=_COMMAND_S)
 
-    def up(self, *overrides: str) -> None:
+    def up(self) -> None:
         """Start what does not run. Raises CalledProcessError."""
-        self.run("up", "--detach", "--scale", f"worker={WORKERS}", overrides=overrides)
+        self.run("up", "--detach", "--scale", f"worker={WORKERS}")
 
     def container(self, service: str) -> str:
         """Its id, for a worker by the name it took. Raises KeyError, or AssertionError when there is not
