@@ -199,8 +199,7 @@ def test_decisions_have_words_and_costs(simulated: RunningStack, page: Page) -> 
     page.evaluate("document.getElementById('pause').click()")
     common = {"unix_s": 1.7e9, "request": "req_1"}
     offers = [["pause", 11, 0.952, ""], ["swap", 15, 1.2, ""]]
-    moved = {"source": "worker-0", "target": "worker-1", "mode": "kv", "failed": ""}
-    moved["why"] = "it is packed there"
+    moved = {"source": "worker-0", "target": "worker-1", "mode": "kv", "failed": "", "why": "it is full"}
     events = [
         {"kind": "relief", "worker": "worker-0", "chosen": "pause", "offers": offers, "unix_s": 1.7e9},
         {"kind": "moved", **moved, "moved_bytes": 5e5, "prepare_s": 0.3, "switch_s": 0.06, **common},
@@ -211,7 +210,7 @@ def test_decisions_have_words_and_costs(simulated: RunningStack, page: Page) -> 
     page.evaluate(f"{show}window.events, () => {{ window.asked = true; }}))")
     told = page.evaluate("[...document.querySelectorAll('#event-rows li')].map((e) => e.textContent)")
     assert "move failed" in told[0] and "it ended before" in told[0]
-    assert "worker-0 → worker-1 as kv (it is packed there), 500k bytes, ready in 300 ms" in told[1]
+    assert "worker-0 → worker-1 as kv (it is full), 500k bytes, ready in 300 ms" in told[1]
     assert "chose pause: pause 11 blocks for 952 ms, swap 15 blocks for 1.2 s" in told[2]
     page.evaluate("document.querySelector('#event-rows a').click()")
     assert page.evaluate("window.asked") is True and page.faults == []
@@ -277,8 +276,8 @@ def test_it_shows_batches_memory_and_lengths(simulated: RunningStack, page: Page
     page.until(f"/worker-\\d+: \\d+ answers and \\d+ prompt tokens in /.test({said})")
     drawn = "document.querySelector('#batch-rows canvas').getContext('2d').getImageData(0, 0, 999, 64).data"
     page.until(f"{drawn}.some((part) => part > 0)")
-    page.until("document.querySelectorAll('#length-points circle').length > 0")
-    page.until("/no longer than the 95 % bound/.test(document.getElementById('lengths-note').textContent)")
+    lengths = "document.querySelector('#lengths:has(circle) small')?.textContent"
+    page.until(f"/no longer than the 95 % bound/.test({lengths})")
     page.until("/process .* GiB, host .* GiB used/.test(document.querySelector('.memory').textContent)")
     assert page.evaluate("document.getElementById('dashboards').hidden")
     assert page.faults == []
@@ -297,14 +296,15 @@ def test_kv_on_the_move_is_shown_for_ten_seconds(simulated: RunningStack, page: 
         {"unix_s": 2, "workers": [row | {"written": none | {"host": 5}}], "debts": []},
         {"unix_s": 3, "workers": [row], "debts": [], "events": [moved, moved | {"failed": "late"}]},
     ]
+    page.size(390, 844, is_phone=True)
     shown = page.evaluate(
-        "import('/ui/moving.js').then(({Moving}) => { const list = document.createElement('ul');"
-        f"const moving = new Moving(list); {json.dumps(pictures)}.forEach((one) => moving.take(one));"
-        "moving.draw(4); const rows = [...list.children].map((row) => row.innerText ?? row.textContent);"
-        "return JSON.stringify([rows, moving.draw(14)]); })"
+        "import('/ui/moving.js').then(({Moving}) => { const ul = document.getElementById('moving-rows');"
+        f"const moving = new Moving(ul); {json.dumps(pictures)}.forEach((one) => moving.take(one));"
+        "ul.parentElement.hidden = !moving.draw(4); const told = [...ul.children].map((r) => r.textContent);"
+        "return JSON.stringify([told, document.documentElement.scrollWidth, moving.draw(14)]); })"
     )
     rows = ["worker-17 bytes of one sequence", "worker-14 blocks given back", " devicehost5 blocks"]
-    assert json.loads(shown) == [[f"worker-0{row}" for row in rows], False]
+    assert json.loads(shown) == [[f"worker-0{row}" for row in rows], 390, False]
 
 
 @needs_chromium
