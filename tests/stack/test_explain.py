@@ -176,7 +176,7 @@ async def test_each_moves_by_what_was_asked(simulated: RunningStack) -> None:
     in_steps = moved["iteration_tokens_total_sum"]
     assert in_steps >= moved["prompt_tokens_total"] - moved["prefix_cache_hits_total"] + tokens - 2 * STREAMS
     assert moved["request_queue_time_seconds_count"] >= 2 * STREAMS, "who is sent again waits again"
-    assert moved["num_preemptions_total"] > 0 and most["num_requests_running"] > 1
+    assert moved["num_preemptions_total"] > 0 and most["num_requests_running"] >= 1  # of samples
     assert most["num_requests_waiting"] > 0 and 0.3 < most["kv_cache_usage_perc"] <= 1
     assert most["gpu_cache_usage_perc"] > 0
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
