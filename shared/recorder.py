@@ -71,10 +71,8 @@ def _of_batches(
     for seq, at_s, kind, batch in batches:
         if seq <= since_seq or (kinds and kind not in kinds):
             continue
-        if question.is_brief:
-            fields: dict[str, Any] | None = _totals(batch)
-        else:
-            fields = _of_request(batch, wanted) if wanted else _whole(batch)
+        everything = _totals if question.is_brief else _whole
+        fields = _of_request(batch, wanted) if wanted else everything(batch)
         if fields is not None:
             yield RecordedEvent(seq=seq, at_s=at_s, kind=kind, request_id=wanted, fields=fields)
 

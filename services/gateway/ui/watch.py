@@ -230,7 +230,7 @@ class Departed:
 
 
 class Heard:
-    """What others have recorded: decisions (`events`), steps, and lengths of answers. `kept` has the latest,
+    """Decisions (`events`), steps and lengths of answers that other instances recorded. `kept` has the latest,
     `fresh` what no page was told yet."""
 
     def __init__(self) -> None:
@@ -252,9 +252,9 @@ class Heard:
                 del self._predicted[next(iter(self._predicted))]
             predicted = (told["p50_tokens"], told["p95_tokens"])
             self._predicted.setdefault((event.request_id, told["choice"]), predicted)
-        else:
+        elif told["became"] == "ended":  # not of one that goes on elsewhere
             found = self._predicted.pop((event.request_id, told["choice"]), None)
-            if found is not None and told["became"] == "ended":
+            if found is not None:
                 self._keep("lengths", (*found, told["generated_tokens"]))
 
     def _keep(self, name: str, row: object) -> None:

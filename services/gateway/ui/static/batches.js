@@ -2,13 +2,13 @@
 
 import { count, element, say, seconds } from "/ui/dom.js";
 
-const SHOWN_S = 10, LATE_S = 1.2, MOST_WORKERS = 8, HEIGHT = 64;  // steps are told once a second
+const SHOWN_S = 10, LATE_S = 1.2, MOST_WORKERS = 8, MOST_STEPS = 4096, HEIGHT = 64;  // steps are told once a second
 
 export class Batches {
   constructor(root, note) { this.root = root; this.note = note; this.steps = []; this.rows = new Map(); }
 
   reset(steps) { this.steps = steps; }
-  add(steps) { this.steps.push(...steps); }
+  add(steps) { this.steps = [...this.steps, ...steps].slice(-MOST_STEPS); }
 
   /** Draws the ten seconds before `unix`; returns whether there was a step. */
   draw(unix) {

@@ -18,6 +18,7 @@ export class Moving {
   /** Notes what moved since the picture before. */
   take(picture) {
     const before = this.before, unix = picture.unix_s;
+    this.found = this.found.filter((each) => each.unix > unix - SHOWN_S);
     this.before = { workers: new Map(picture.workers.map((row) => [row.id, row])), debts: debtsOf(picture) };
     for (const event of picture.events ?? []) {
       if (event.kind === "moved" && !event.failed) this.note(event.unix_s, event.source, event.target, "bytes of one sequence", event.moved_bytes);

@@ -153,7 +153,7 @@ class LowerTiers:
         """Return the cache's part of the heartbeat."""
         host, disk, peers = self._books.host, self._books.disk, self._books.peers
         hits = {f"{name}_hits": self.counts[f"hits_{name}"] for name in _HITS}
-        written = {f"{name}_written": self.counts[f"written_{name}"] for name in ("host", "disk", "peer")}
+        written = {f"{name}_written": self.counts[f"written_{name}"] for name in ("disk", "peer")}
         return CacheReport(
             host_blocks=host.total,
             host_used_blocks=host.total - host.free,
@@ -163,6 +163,7 @@ class LowerTiers:
             peer_used_blocks=peers.used,
             misses=self.counts["misses"],
             **hits,
+            host_written=self.counts["saved_ahead"] + self.counts["saved_late"],
             **written,
         )
 
