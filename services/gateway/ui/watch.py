@@ -230,7 +230,7 @@ class Departed:
 
 
 class Heard:
-    """Decisions (`events`), steps and lengths of answers that other instances recorded. `kept` has the latest,
+    """Decisions (`events`), steps and lengths of answers that others recorded. `kept` has the latest,
     `fresh` what no page was told yet."""
 
     def __init__(self) -> None:
