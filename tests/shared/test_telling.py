@@ -210,6 +210,8 @@ def test_one_request_sees_its_own_events_and_only_sizes_of_others() -> None:
     step = told.events[1].fields
     assert step["chunks"] == [(0, 1, 0, 3)]
     assert (step["own"], step["decodes"], step["step_s"]) == ([], 1, 0.5) and "b" not in repr(step)
+    brief = recorder.recorded(TellRecorded(kinds=("step",), is_brief=True)).events[0].fields
+    assert brief == {"step_s": 0.5, "prefills": 1, "decodes": 1, "prefill_tokens": 3}
 
 
 def test_what_comes_after_a_number_is_told_in_pages_without_a_gap() -> None:
