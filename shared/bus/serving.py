@@ -27,6 +27,7 @@ from shared.bus import tracing
 from shared.bus.counters import BusCounters
 from shared.bus.link import Link
 from shared.errors import (
+    BusUnavailable,
     CallerError,
     InvalidMessage,
     KvasirError,
@@ -413,18 +414,22 @@ def _is_cancelled() -> bool:
 
 async def _drain(subscription: Subscription | None, link: Link, deadline_s: float) -> None:
     """Unsubscribe. Messages sent by the server until then are still delivered, unless the connection is
-    lost."""
+    lost, which ends the wait."""
     if subscription is None or subscription._closed:
         return
     try:
         async with asyncio.timeout(deadline_s):
             if subscription._conn.is_connected:
-                await subscription._conn._send_unsubscribe(subscription._id)
-                await link.barrier()
-                await subscription.drain()  # type: ignore[no-untyped-call]
+                await link.unless_lost(_empty(subscription, link))
             else:
                 await subscription.unsubscribe()
-    except (TimeoutError, nats.errors.Error) as error:
+    except (TimeoutError, nats.errors.Error, BusUnavailable) as error:
         _log.warning("%s was left with undelivered messages: %r", subscription.subject, error)
         with contextlib.suppress(nats.errors.Error):  # or the next connection would subscribe it again
             await subscription.unsubscribe()
+
+
+async def _empty(subscription: Subscription, link: Link) -> None:
+    await subscription._conn._send_unsubscribe(subscription._id)
+    await link.barrier()
+    await subscription.drain()  # type: ignore[no-untyped-call]

@@ -120,18 +120,23 @@ def run_on_uvloop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         runner.run(main())
 
 
+@pytest.mark.parametrize("dies_meanwhile", [False, True])
 async def test_who_left_while_the_server_hung_hears_nothing_of_the_next_one(
-    connect_bus: ConnectBus, nats_server: NatsServer
+    connect_bus: ConnectBus, nats_server: NatsServer, dies_meanwhile: bool
 ) -> None:
-    """Its wish to leave went down with the connection, and a new connection renews subscriptions."""
-    bus = await connect_bus("desk", "desk-0", drain_timeout_s=1.0)
+    """Its wish to leave went down with the connection, and a new connection renews subscriptions. Nobody
+    waits for a server that is dead."""
+    bus = await connect_bus("desk", "desk-0", drain_timeout_s=10.0 if dies_meanwhile else 1.0)
     caller = await connect_bus("tester", "tester-0")
     before, after = Desk(), Desk()
     before.gate.clear()  # Whoever asks it waits for ever.
     await bus.attach(HANDLERS, before)
     nats_server.freeze()
-    await bus.detach(HANDLERS, before)
+    leaving = asyncio.create_task(bus.detach(HANDLERS, before))
+    await asyncio.wait([leaving], timeout=0.3 if dies_meanwhile else None)
     nats_server.kill()
+    async with asyncio.timeout(5.0):
+        await leaving
     await until(lambda: not bus.connected and not caller.connected)
     nats_server.start()
     await until(lambda: bus.connected and caller.connected)
