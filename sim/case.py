@@ -8,6 +8,7 @@ from typing import Any
 from services.scheduler.policy.contract import PolicySettings, QueueOrder, WorkerShape
 from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
 from services.worker.core.costs import find_cost
+from services.worker.core.costs.fitted import DecodePart, FittedCost
 from shared.errors import ConfigError
 from sim.predictors import UNTRAINED, find_predictor
 from sim.requests import ServedRecord, SimRequest
@@ -30,6 +31,8 @@ class Machine:
     token_budget: int = 1024
     max_batch_sequences: int = 256
     max_steps: int = 16
+    scheduling_share: float = 0.0
+    """Share of time in which the device waits for the scheduler."""
     cache_blocks: int = 0
     """Prompt blocks in each worker's prefix cache, of the trace's block size; 0 for no cache."""
 
@@ -88,6 +91,16 @@ def requests_of(case: Case) -> list[SimRequest]:
     return poisson_requests(case.source, count=case.requests, rate_per_s=case.rate_per_s, seed=case.seed)
 
 
+def slowed(cost: FittedCost, factor: float) -> FittedCost:
+    """Return the cost model of steps that take `factor` times as long."""
+    small, large = (
+        DecodePart(factor * part.fixed_ms, factor * part.context_ms, factor * part.sequence_ms)
+        for part in (cost.small, cost.large)
+    )
+    first, token, square = (factor * part for part in cost.prefill_ms)
+    return replace(cost, prefill_ms=(first, token, square), small=small, large=large)
+
+
 class OverLimitError(Exception):
     """The run is certain to exceed its latency limit."""
 
@@ -105,7 +118,7 @@ def run_case(
         policy=case.policy,
         shape=case.machine.shape,
         settings=case.settings,
-        cost=find_cost(case.machine.cost),
+        cost=slowed(find_cost(case.machine.cost), 1 / (1 - case.machine.scheduling_share)),
         predictor=find_predictor(case.predictor, seed=case.seed, train=train),
         workers=case.workers,
         router=find_router(case.placement),

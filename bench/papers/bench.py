@@ -1,8 +1,8 @@
 """`python -m bench papers`: every main claim of the five papers, measured, with a verdict.
 
-Each claim is measured in the paper's set-up as far as it can be had, and against today's peer. A study writes
-its figures to a file as soon as they are there; a second run with the same `--out` skips it while settings
-and code are the same.
+Each claim is measured in the paper's set-up as far as it can be had, and against today's peer. Pictures
+have the axes of the paper's figures. A study writes its figures to a file as soon as they are there; a second
+run with the same `--out` skips it while settings and code are the same.
 """
 
 from argparse import ArgumentParser
@@ -12,7 +12,7 @@ from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.kit.provenance import ROOT
 from bench.papers import ecoserve, infinite_llm, mell, pie, prefix
-from bench.papers.claims import TODAY, Effort, Finding, Study, Verdict, measured
+from bench.papers.claims import TODAY, Effort, Finding, Study, Verdict, is_point, measured
 from shared.errors import KvasirError
 
 PAPERS: dict[str, tuple[Study, ...]] = {
@@ -47,6 +47,8 @@ def run(context: Context) -> Outcome:
                 failed.append(f"{study.name} was not measured: {str(error).splitlines()[0]}")
                 continue
             findings += [Finding(study, claim, figures) for claim in study.claims if claim.figure in figures]
+            for picture in study.pictures:
+                picture.draw(context.picture(picture.name), figures)
             bar.advance()
     (context.run_dir / "papers.md").write_text(as_markdown(findings))
     tables = [
@@ -64,7 +66,7 @@ def _figures(findings: Sequence[Finding]) -> dict[str, float]:
         "reproduced_in_kind": verdicts.count(Verdict.IN_KIND),
         "far_beyond": sum(one.is_beyond for one in findings),
         "unexplained": sum(not one.is_explained for one in findings),
-        **{name: value for one in findings for name, value in one.figures.items()},
+        **{name: value for one in findings for name, value in one.figures.items() if not is_point(name)},
     }
 
 

@@ -11,12 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from bench.kit.plots import Chart, draw_bars, draw_lines
 from bench.kit.provenance import ROOT
 
 T = TypeVar("T")
+X = TypeVar("X", str, int, float)
 Figures = Mapping[str, float]
 TODAY = "_today"
 """Suffix of the figure that compares with today's peer."""
+_AT = "@"
 _TOLERANCE, _IN_KIND = 0.1, 0.5
 _CODE = ("services", "shared", "sim", "bench")
 
@@ -75,6 +78,49 @@ class Claim:
         return least if least == most else f"{least}–{most}"
 
 
+def points(picture: str, curves: Mapping[str, Mapping[X, float]]) -> dict[str, float]:
+    """Return the picture's curves, or bars, by label and x, as figures."""
+    return {f"{picture} {label}{_AT}{x}": y for label, curve in curves.items() for x, y in curve.items()}
+
+
+def is_point(figure: str) -> bool:
+    return _AT in figure
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One figure of a paper in its axes, drawn from `points` of that name."""
+
+    name: str
+    title: str
+    x: str
+    """Label of the x axis; empty for bars."""
+    y: str
+    log_x: float = 0
+    """Base of the x axis; 0 for a linear one."""
+    said: tuple[tuple[str, float], ...] = ()
+    """What the paper states, by x."""
+    marks: bool = True
+
+    def draw(self, path: Path, figures: Figures) -> None:
+        """Draw the picture as PNG, if the figures have points of it."""
+        rows: dict[str, dict[str, float]] = {}
+        for figure, value in figures.items():
+            label, _, x = figure.removeprefix(f"{self.name} ").rpartition(_AT)
+            if is_point(figure) and figure.startswith(f"{self.name} "):
+                rows.setdefault(label, {})[x] = value
+        if rows and self.said:
+            rows["the paper"] = dict(self.said)
+        title = f"{self.title}: here"
+        if rows and self.x:
+            curves = {name: sorted((float(x), y) for x, y in row.items()) for name, row in rows.items()}
+            draw_lines(path, Chart(curves, title, self.x, self.y, self.marks, log_x=self.log_x))
+        elif rows:
+            groups = list(dict.fromkeys(x for row in rows.values() for x in row))
+            bars = {name: [row.get(x, 0.0) for x in groups] for name, row in rows.items()}
+            draw_bars(path, title, self.y, groups, bars)
+
+
 @dataclass(frozen=True, slots=True)
 class Study:
     """One measurement that several claims of a paper share."""
@@ -86,6 +132,7 @@ class Study:
     claims: Sequence[Claim]
     has_quick: bool = True
     """Whether its claims can hold in a quick run."""
+    pictures: Sequence[Picture] = ()
 
     def key(self, effort: Effort) -> str:
         """Return a hash of the settings, and of the code that the figures depend on."""

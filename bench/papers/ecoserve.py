@@ -1,20 +1,24 @@
 """Claims of EcoServe (papers/003 §2 and §4): OPT-13B on one A100 with 12 GB of KV, simulated."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 
 from bench.kit.datasets import data_folder
-from bench.papers.claims import TODAY, Claim, Effort, Figures, Rule, Study
-from bench.simulated.ecoserve.comparison import PAST_KNEE
+from bench.kit.stats import geometric_mean
+from bench.papers.claims import TODAY, Claim, Effort, Figures, Picture, Rule, Study, points
+from bench.simulated.ecoserve import sensitivity
+from bench.simulated.ecoserve.comparison import CURVE, PAST_KNEE
 from bench.simulated.ecoserve.measures import (
     KneeQuestion,
     RateQuestion,
+    Reference,
     answer_knee,
     answer_rate,
     measure_reference,
 )
-from bench.simulated.ecoserve.sides import PolicySide, case_of
+from bench.simulated.ecoserve.sides import BEST, PolicySide, case_of
 from sim.case import Case, Machine
 from sim.sweep import sweep
 from sim.workloads import find_source
@@ -22,13 +26,31 @@ from sim.workloads import find_source
 _PREDICTOR = "sigma0.25"
 """The paper's trained model: 22 to 30 % of its padded predictions are too short."""
 _LEAST = 1e-3
-_TABLE_2 = {"sharegpt": 28.0, "alpaca": 36.0}
+_TABLE_2 = {"sharegpt": 28.0, "alpaca": 36.0, "books": 1.2}
 """Requests per second in the paper's table 2, by trace."""
+_BEFORE_KNEE = 0.7
+_LENGTHS = {"sharegpt": 1.0, "alpaca": 3.0, "books": 0.4}
+"""Requests of a run, of sharegpt's: answers of alpaca are short, and its rates high."""
+_SCHEDULING = {"ecoserve_d": 0.34, "ecoserve_sd": 0.0214}
+"""Share of a request's time that batches formed request by request cost the paper, and those of groups
+(§2.2)."""
+_ADDED = {
+    "ecoserve_sd": ("synced batches", 0.736, 1.15),
+    "ecoserve_sdo": ("ordering", 0.868, 1.08),
+    "ecoserve": ("KV pipelining", 0.37, 1.28),
+}
+"""What a variant adds to the one before, with the paper's ratios of completion time and throughput, from its
+averages over traces and models."""
 _SIDES = (
     "vllm", "vllm chunked", "fastgen chunked", "orca", "orca maximum", "ecoserve", "ecoserve oracle",
     "ecoserve_profile",
 )  # fmt: skip
 """Policy and variant: `maximum` drops ORCA's batch limit, so only its reserved memory differs from vLLM."""
+_FIGURE_10 = ("vllm", "fastgen chunked", "orca", "ecoserve")
+_SHOWN = {"completion time": "jct_s", "throughput": "tokens_per_s", "SLO": "slo"}
+_PAST = (("orca", "ORCA"), ("srtf", "SRTF"), ("fastserve", "FastServe"))
+_KNOWN = ("orca maximum", "orca", "srtf oracle", "fastserve", "vllm", "fastgen chunked", "multires oracle")
+"""The policies of figure 1; those that use lengths know them."""
 
 
 def _case(label: str, trace: str, requests: int, effort: Effort) -> Case:
@@ -41,7 +63,7 @@ def _case(label: str, trace: str, requests: int, effort: Effort) -> Case:
 
 def rates(trace: str, effort: Effort) -> Figures:
     """Search each side's sustained rate, then compare all at 1.2 times vLLM's and at the paper's arrivals."""
-    requests = effort.pick(600, 200)
+    requests = round(effort.pick(600, 200) * _LENGTHS[trace])
     cases = {label: _case(label, trace, requests, effort) for label in _SIDES}
     reference = measure_reference(cases["vllm"])
     seeds = tuple(range(effort.seed, effort.seed + effort.pick(2, 1)))
@@ -85,10 +107,108 @@ def rates(trace: str, effort: Effort) -> Figures:
         f"{kind}_{name}_{trace}{TODAY}": figures[f"{kind}_today"]
         for kind, name in product(("rate", "slo", "jct", "throughput"), ("vllm", "fastgen", "orca"))
     }
-    return {f"{name}_{trace}": value for name, value in figures.items()} | against_today
+    found = {f"{name}_{trace}": value for name, value in figures.items()} | against_today
+    found |= _figure1(trace, requests, effort, reference, seeds)
+    return found if effort.quick else found | _drawn(trace, requests, effort, reference, knees)
 
 
-_TODAY = "vLLM"
+def _of_vllm(rows: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return each side's completion time, throughput and requests in their SLO, of vLLM's."""
+    return {
+        label: {name: max(_LEAST, row[key]) / max(_LEAST, rows["vllm"][key]) for name, key in _SHOWN.items()}
+        for label, row in rows.items()
+    }
+
+
+def _figure1(
+    trace: str, requests: int, effort: Effort, reference: Reference, seeds: tuple[int, ...]
+) -> dict[str, float]:
+    """Compare the schedulers of figure 1 at the arrivals of table 2, with known lengths."""
+    asked = [
+        RateQuestion(label, _case(label, trace, requests, effort), _TABLE_2[trace], reference.level, seeds)
+        for label in _KNOWN
+    ]
+    rows = dict(zip(_KNOWN, sweep(answer_rate, asked), strict=True))
+    used = {label: {"KV filled": row["kvc_utilization"]} for label, row in rows.items()}
+    found = points(f"ecoserve-fig1-{trace}", _of_vllm(rows)) | points(f"ecoserve-fig1e-{trace}", used)
+    for label in ("orca", "srtf oracle", "fastserve"):
+        ratio = rows[label]["tokens_per_s"] / rows["vllm"]["tokens_per_s"]
+        found[f"fig1_{label.partition(' ')[0]}_{trace}"] = ratio
+    for label in ("vllm", "fastgen chunked", "orca maximum"):
+        name = f"fig1_multires_{label.partition(' ')[0]}_{trace}"
+        found[name] = rows["multires oracle"]["jct_s"] / rows[label]["jct_s"]
+    return found
+
+
+def _drawn(
+    trace: str, requests: int, effort: Effort, reference: Reference, knees: Mapping[str, float]
+) -> dict[str, float]:
+    """Measure latency by rate (figure 10), and vary EcoServe's settings (figure 12)."""
+    cases = {label: _case(label, trace, requests, effort) for label in _FIGURE_10}
+    asked = [
+        RateQuestion(label, case, factor * knees["vllm"], reference.level, (effort.seed,))
+        for label, case in cases.items()
+        for factor in CURVE[:6]
+    ]
+    curves: dict[str, dict[float, float]] = {}
+    for question, answer in zip(asked, sweep(answer_rate, asked), strict=True):
+        curves.setdefault(question.label, {})[question.rate_per_s] = answer["normalized_s"]
+    found = points(f"ecoserve-fig10-{trace}", curves)
+    at = PAST_KNEE * knees["vllm"]
+    ours = RateQuestion("ecoserve", cases["ecoserve"], at, reference.level, (effort.seed,))
+    for name, by_value in sensitivity.measure_sensitivities(ours).items():
+        for kind, key in _SHOWN.items():
+            top = max(row[key] for row in by_value.values()) or 1.0
+            curve = {kind: {value: row[key] / top for value, row in by_value.items()}}
+            found |= points(f"ecoserve-fig12-{name}-{trace}", curve)
+        if name in BEST:
+            least_s = min(row["jct_s"] for row in by_value.values())
+            found[f"best_{name}_{trace}"] = by_value[BEST[name][trace]]["jct_s"] / least_s
+        else:
+            served = {value: row["slo"] for value, row in by_value.items()}
+            found[f"slo_scale_{trace}"] = served[2.5] / max(_LEAST, served[0.5])
+    return found
+
+
+def ablation(effort: Effort) -> Figures:
+    """Add EcoServe's parts one by one, past vLLM's rate; return what each brings, a mean over the traces."""
+    found: dict[str, float] = {}
+    ratios: dict[str, list[float]] = {}
+    for trace in effort.pick(tuple(_TABLE_2), ("sharegpt", "alpaca")):
+        requests = round(effort.pick(600, 300) * _LENGTHS[trace])
+        peer = _case("vllm", trace, requests, effort)
+        reference = measure_reference(peer)
+        start, limit_s = reference.capacity_per_s, reference.limit_s
+        knee = answer_knee(KneeQuestion("vllm", peer, limit_s, start, (effort.seed,), tolerance=0.1))
+        cases = {label: _case(label, trace, requests, effort) for label in ("vllm", "ecoserve_d", *_ADDED)}
+        cases["by profile"] = _case("ecoserve_profile", trace, requests, effort)
+        for label, share in _SCHEDULING.items():
+            cases[f"{label}, slow"] = replace(cases[label], machine=Machine(scheduling_share=share))
+        asked = [
+            RateQuestion(label, case, factor * knee, reference.level, (effort.seed,))
+            for factor in (PAST_KNEE, _BEFORE_KNEE)
+            for label, case in cases.items()
+        ]
+        answers = sweep(answer_rate, asked)
+        past, before = (
+            dict(zip(cases, part, strict=True)) for part in (answers[: len(cases)], answers[len(cases) :])
+        )
+        compared = {
+            **{more: (past[more], past[less]) for less, more in pairwise(("ecoserve_d", *_ADDED))},
+            "ecoserve_sd_slow": (past["ecoserve_sd, slow"], past["ecoserve_d, slow"]),
+            "ecoserve_profile": (past["by profile"], past["ecoserve_sdo"]),
+            "ecoserve_profile_before": (before["by profile"], before["ecoserve_sdo"]),
+        }
+        for name, (more_row, less_row) in compared.items():
+            for kind, key in (("jct", "jct_s"), ("throughput", "tokens_per_s")):
+                ratios.setdefault(f"{kind}_{name}", []).append(more_row[key] / less_row[key])
+        rows = {label: past[label] for label in ("vllm", "ecoserve_d", *_ADDED)}
+        found |= points(f"ecoserve-fig11-{trace}", _of_vllm(rows))
+        ratios.setdefault("scheduling", []).append(past["ecoserve"]["planning_share"])
+    return found | {name: geometric_mean(values) for name, values in ratios.items()}
+
+
+_TODAY, _ARRIVALS, _BY_PROFILE = "vLLM", "the arrivals of table 2", "answers admitted by profile"
 
 
 def _turns(figure: str, trace: str) -> tuple[tuple[str, str], ...]:
@@ -97,7 +217,7 @@ def _turns(figure: str, trace: str) -> tuple[tuple[str, str], ...]:
     maximum = ("memory reserved", f"{kind}_vllm_maximum_{trace}")
     orca = ("memory reserved, batches of 8", f"{kind}_orca_{trace}")
     second = f"{figure}_profile_{trace}" if kind == "rate" else f"{figure}_table2_{trace}"
-    change = "answers admitted by profile" if kind == "rate" else "the arrivals of table 2"
+    change = _BY_PROFILE if kind == "rate" else _ARRIVALS
     return (() if figure.endswith("orca") else (maximum, orca)) + ((change, second),)
 
 
@@ -115,30 +235,36 @@ def _claims(trace: str) -> tuple[Claim, ...]:
         Claim(f"{name}_{trace}", f"{trace}: {what}", source, span, today=_TODAY, turns=_turns(name, trace))
         for name, what, source, span in ratios
     ]
-    oracle = Claim(f"oracle_{trace}", f"{trace}: rate with true lengths", "§4", (1.08, 1.08), Rule.MOST)
-    failed = Claim(
-        f"failures_{trace}", f"{trace}: requests whose allocation fails", "table 1", (0.05, 0.05), Rule.MOST
+    for rival, ratio in (("vllm", 0.574), ("fastgen", 0.65)):
+        said = f"{trace}: completion time of MultiRes, of {rival}'s"
+        name, turn = f"fig1_multires_{rival}_{trace}", ("memory reserved", f"fig1_multires_orca_{trace}")
+        made.append(Claim(name, said, "§2.2", (ratio, ratio), turns=(turn,)))
+    made.append(
+        Claim(f"slo_scale_{trace}", f"{trace}: requests in an SLO of 2.5, of 0.5", "fig. 12a", (1.23, 1.23))
     )
-    theirs = Claim(
-        f"failures_vllm_{trace}",
-        f"{trace}: the same under vLLM",
-        "fig. 1d",
-        (0.74, 0.74),
-        Rule.LEAST,
-        turns=(
-            ("the arrivals of table 2", f"failures_vllm_table2_{trace}"),
-            ("those and a fifth of the memory", f"failures_vllm_fifth_{trace}"),
+    of_vllm = (
+        (_ARRIVALS, "failures_vllm_table2"),
+        ("those and a fifth of the memory", "failures_vllm_fifth"),
+    )
+    limits = (
+        ("oracle", "rate with true lengths", "§4", 1.08, Rule.MOST, ()),
+        ("failures", "requests whose allocation fails", "table 1", 0.05, Rule.MOST, ()),
+        ("failures_vllm", "the same under vLLM", "fig. 1d", 0.74, Rule.LEAST, of_vllm),
+        ("kvc", "KV memory that is filled", "§2.2", 0.63, Rule.LEAST, ((_BY_PROFILE, "kvc_profile"),)),
+        *(
+            (f"fig1_{name}", f"throughput of {said}, of vLLM's", "fig. 1", 1, Rule.MOST, ())
+            for name, said in _PAST
+        ),
+        *(
+            (f"best_{name}", f"completion time, of that with the best {name}", "fig. 12", 1, Rule.MOST, ())
+            for name in BEST
         ),
     )
-    used = Claim(
-        f"kvc_{trace}",
-        f"{trace}: KV memory that is filled",
-        "§2.2",
-        (0.63, 0.63),
-        Rule.LEAST,
-        turns=(("answers admitted by profile", f"kvc_profile_{trace}"),),
-    )
-    return (*made, oracle, failed, theirs, used)
+    for name, what, source, limit, rule, tried in limits:
+        turns = tuple((change, f"{figure}_{trace}") for change, figure in tried)
+        span = (limit, limit)
+        made.append(Claim(f"{name}_{trace}", f"{trace}: {what}", source, span, rule, turns=turns))
+    return tuple(made)
 
 
 def _study(trace: str) -> Study:
@@ -150,7 +276,56 @@ def _study(trace: str) -> Study:
         partial(rates, trace),
         _claims(trace),
         has_quick=trace == "sharegpt",
+        pictures=(
+            Picture(f"ecoserve-fig1-{trace}", f"EcoServe, fig. 1, {trace}", "", "of vLLM's"),
+            Picture(f"ecoserve-fig1e-{trace}", f"EcoServe, fig. 1e, {trace}", "", "share of KV"),
+            Picture(f"ecoserve-fig10-{trace}", f"EcoServe, fig. 10, {trace}", "requests/s", "s per token"),
+            *(
+                Picture(
+                    f"ecoserve-fig12-{name}-{trace}", f"EcoServe, fig. 12, {trace}", name, "of the largest"
+                )
+                for name in sensitivity.VALUES
+            ),
+        ),
     )
 
 
-STUDIES = tuple(_study(trace) for trace in _TABLE_2)
+def _ablated() -> tuple[Claim, ...]:
+    turns = {
+        "ecoserve_sd": (("the scheduling times of §2.2", "_slow"),),
+        "ecoserve": (
+            (_BY_PROFILE, "_profile"),
+            (f"{_BY_PROFILE}, at {_BEFORE_KNEE} of vLLM's rate", "_profile_before"),
+        ),
+    }
+    made = [
+        Claim(
+            f"{kind}_{more}",
+            f"{said}, of without {what}",
+            "fig. 11",
+            (ratio, ratio),
+            turns=tuple((change, f"{kind}_{more}{suffix}") for change, suffix in turns.get(more, ())),
+        )
+        for more, (what, *effects) in _ADDED.items()
+        for (kind, said), ratio in zip(
+            (("jct", "job completion time"), ("throughput", "throughput")), effects, strict=True
+        )
+    ]
+    shown = "scheduling time, of the steps'"
+    return (*made, Claim("scheduling", shown, "§2.3", (0.0214, 0.0214), Rule.MOST))
+
+
+STUDIES = (
+    *(_study(trace) for trace in _TABLE_2),
+    Study(
+        "ecoserve",
+        "ecoserve-ablation",
+        f"means over the traces, at {PAST_KNEE} times vLLM's rate; simulated, where scheduling takes no time",
+        ablation,
+        _ablated(),
+        pictures=tuple(
+            Picture(f"ecoserve-fig11-{trace}", f"EcoServe, fig. 11, {trace}", "", "of vLLM's")
+            for trace in _TABLE_2
+        ),
+    ),
+)

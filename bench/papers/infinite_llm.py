@@ -8,9 +8,10 @@ import torch
 
 from bench.kit.cores import Cores
 from bench.micro.distattention.attention import measure_cells
-from bench.papers.claims import Claim, Effort, Figures, Rule, Study
+from bench.papers.claims import Claim, Effort, Figures, Picture, Rule, Study, points
 from services.worker.core.costs import find_cost
 from services.worker.core.costs.fitted import DecodePart, FittedCost, RemoteCost
+from sim.case import slowed
 from sim.lending.run import LendingSimulation, Scenario
 from sim.lending.workload import LendingJob, Mix
 
@@ -25,9 +26,11 @@ _STEPS = 20
 def contexts(effort: Effort) -> Figures:
     """Search the longest context that the live lending decisions place on idle instances."""
     found: dict[str, float] = {}
-    for name, instances in (("2", 2), ("many", 32)):
-        found[f"context_{name}"] = _longest(instances, 0.5)
-        found[f"context_{name}_all_lent"] = _longest(instances, 1.0)
+    for instances in effort.pick((2, 4, 8, 16, 32), (2, 32)):
+        name = "many" if instances == 32 else str(instances)
+        for label, suffix, most in (("half of it lent", "", 0.5), ("all of it lent", "_all_lent", 1.0)):
+            longest = found[f"context_{name}{suffix}"] = _longest(instances, most)
+            found |= points("infinite-llm-fig7", {label: {instances: longest}})
     return found
 
 
@@ -66,8 +69,10 @@ def mixed(effort: Effort) -> Figures:
         base = Scenario(duration_s=effort.pick(1200.0, 120.0), seed=effort.seed, mix=mix)
         lent = replace(base, cost=RemoteCost(tp2))
         whole = replace(base, workers=1, kv_tokens=together, cost=RemoteCost(_eight_gpus(tp2)))
-        ideal = replace(whole, cost=RemoteCost(_scaled(tp2, 0.25)))
+        ideal = replace(whole, cost=RemoteCost(slowed(tp2, 0.25)))
         rates = [LendingSimulation(one).run().tok_s() for one in (lent, whole, ideal)]
+        for label, rate in zip(("lent", "tensor parallel", "tensor parallel, no loss"), rates, strict=True):
+            found |= points("infinite-llm-fig8", {label: {f"{percent}% long": rate}})
         found |= {f"mixed_{percent}": rates[0] / rates[1], f"mixed_{percent}_today": rates[0] / rates[2]}
     return found
 
@@ -88,25 +93,21 @@ def _eight_gpus(tp2: FittedCost) -> FittedCost:
     return replace(tp2, prefill_ms=(first, token, square), small=parts[0], large=parts[1])
 
 
-def _scaled(cost: FittedCost, factor: float) -> FittedCost:
-    small, large = (
-        DecodePart(factor * part.fixed_ms, factor * part.context_ms, factor * part.sequence_ms)
-        for part in (cost.small, cost.large)
-    )
-    first, token, square = (factor * part for part in cost.prefill_ms)
-    return replace(cost, prefill_ms=(first, token, square), small=small, large=large)
-
-
 def dgfm(effort: Effort) -> Figures:
     """Compare throughput with settled cycles of debts, as in the paper, and without."""
     base = Scenario(duration_s=effort.pick(1200.0, 120.0), threshold_blocks=4, repays=False)
-    ratios = []
+    ratios, drawn = [], dict[str, float]()
     for seed in range(effort.seed, effort.seed + effort.pick(2, 1)):
         on, off = (
             LendingSimulation(replace(base, seed=seed, settles=settles)).run() for settles in (True, False)
         )
         ratios.append((on.tok_s() / off.tok_s(), on.remote_share() / max(1e-9, off.remote_share())))
-    return {"dgfm": fmean(rate for rate, _ in ratios), "dgfm_remote": fmean(share for _, share in ratios)}
+        for label, run in (("with DGFM", on), ("without", off)):
+            drawn |= points("infinite-llm-fig10", {label: {f"seed {seed}": run.tok_s()}})
+    return drawn | {
+        "dgfm": fmean(rate for rate, _ in ratios),
+        "dgfm_remote": fmean(share for _, share in ratios),
+    }
 
 
 def attention(effort: Effort) -> Figures:
@@ -116,7 +117,17 @@ def attention(effort: Effort) -> Figures:
     contexts = effort.pick([1024, 4096, 16384, 32768], [1024, 32768])
     with cores.client():
         cells = measure_cells(cores.engine, contexts, [1], effort.pick(9, 5), lambda: None)
-    return {
+    by_context = {cell.context_tokens: cell for cell in cells}
+    ratios = {
+        "half of the keys remote": {at: cell.half_ratio for at, cell in by_context.items()},
+        "all keys remote": {at: 1 + cell.overhead for at, cell in by_context.items()},
+    }
+    times_ms = {
+        "fetching": {at: cell.fetch_s * 1e3 for at, cell in by_context.items()},
+        "sending queries": {at: cell.ship_s * 1e3 for at, cell in by_context.items()},
+    }
+    drawn = points("infinite-llm-fig11", ratios) | points("infinite-llm-fig12", times_ms)
+    return drawn | {
         "remote_ratio": cells[-1].half_ratio,
         "remote_ratio_whole": 1 + cells[-1].overhead,
         "overhead_shrinks": (1 + cells[0].overhead) / (1 + cells[-1].overhead),
@@ -140,6 +151,16 @@ STUDIES = (
             )
             for name, count, said in (("2", 2, 2), ("many", 32, 19))
         ),
+        pictures=(
+            Picture(
+                "infinite-llm-fig7",
+                "Infinite-LLM, fig. 7",
+                "instances",
+                "longest context, of one",
+                2,
+                (("2", 2), ("32", 19)),
+            ),
+        ),
     ),
     Study(
         "infinite-llm",
@@ -156,6 +177,7 @@ STUDIES = (
             )
             for percent, span in ((1, (1.4, 2.4)), (10, (1.1, 1.4)), (30, (1.03, 1.3)))
         ),
+        pictures=(Picture("infinite-llm-fig8", "Infinite-LLM, fig. 8", "", "tokens/s"),),
     ),
     Study(
         "infinite-llm",
@@ -166,6 +188,7 @@ STUDIES = (
             Claim("dgfm", "throughput with DGFM, of without", "fig. 10", (1, 1), Rule.LEAST),
             Claim("dgfm_remote", "share of KV that is remote, of without", "fig. 10", (1, 1), Rule.MOST),
         ),
+        pictures=(Picture("infinite-llm-fig10", "Infinite-LLM, fig. 10", "", "tokens/s"),),
     ),
     Study(
         "infinite-llm",
@@ -185,6 +208,10 @@ STUDIES = (
             Claim(
                 "query_vs_fetch", "time of fetching keys, of sending queries", "fig. 12", (2, 2), Rule.LEAST
             ),
+        ),
+        pictures=(
+            Picture("infinite-llm-fig11", "Infinite-LLM, fig. 11", "context", "time, of local keys", 2),
+            Picture("infinite-llm-fig12", "Infinite-LLM, fig. 12", "context", "ms", 2),
         ),
     ),
 )

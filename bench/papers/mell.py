@@ -1,9 +1,10 @@
 """Claims of MELL (papers/000 §III, §VII and §VIII): long conversations placed on simulated GPUs."""
 
+from collections.abc import Callable, Sequence
 from random import Random
 
 from bench.kit.datasets import data_folder
-from bench.papers.claims import Claim, Effort, Figures, Rule, Study
+from bench.papers.claims import Claim, Effort, Figures, Picture, Rule, Study, points
 from bench.simulated.placement import replay
 from bench.simulated.placement.jobs import A100, RTX4090, Hardware, Job, Workload, make_jobs
 from bench.simulated.placement.measures import PackingCell, figures_of
@@ -16,6 +17,7 @@ from bench.simulated.placement.replay import (
     MELL,
     MELL_BY_OPERATION,
     WORST_FIT,
+    Tally,
 )
 from services.placement.core.move_mode import Migration, divide
 
@@ -37,7 +39,7 @@ def packing(effort: Effort) -> Figures:
     for machine in effort.pick((A100, RTX4090), (RTX4090,)):
         for rate in effort.pick((0.5, 0.8, 1.1, None), (0.5, 0.8)):
             jobs = _jobs(rate, duration_s, effort, machine)
-            cell = PackingCell(f"{rate}_{machine.name}", "", len(jobs), 0)
+            cell = PackingCell(f"{rate or 'azure'} {machine.name}", "", len(jobs), 0)
             cell.tallies = {side.label: side.run(jobs, machine, warm_s) for side in _SIDES}
             cells.append(cell)
     found = figures_of(cells)
@@ -57,7 +59,23 @@ def packing(effort: Effort) -> Figures:
         "moves_vs_lb": found["migrations_vs_lb"],
         "moves_vs_lb_today": found["migrations_vs_lb_lazy"],
         "bound": found["worst_ratio"],
+    } | _drawn(cells)
+
+
+def _drawn(cells: Sequence[PackingCell]) -> dict[str, float]:
+    values: dict[str, Callable[[Tally], float]] = {
+        "mell-fig11": lambda tally: tally.mean_gpus(),
+        "mell-fig12": lambda tally: (tally.moves - tally.recomputes) / tally.seconds,
+        "mell-fig14": lambda tally: tally.used_share / tally.epochs,
     }
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        by_side = {
+            side.label: {cell.name: value(cell.tallies[side.label]) for cell in cells} for side in _SIDES
+        }
+        found |= points(name, by_side)
+    often = [cell for cell in cells if "azure" not in cell.name][-1]
+    return found | points("mell-fig15", {side: dict(one.timeline) for side, one in often.tallies.items()})
 
 
 def batching(effort: Effort) -> Figures:
@@ -65,7 +83,11 @@ def batching(effort: Effort) -> Figures:
     rate, duration_s, warm_s = effort.pick((0.8, 900.0, 300.0), (0.5, 320.0, 200.0))
     jobs = _jobs(rate, duration_s, effort, RTX4090)
     batched, single = (side.run(jobs, RTX4090, warm_s) for side in (MELL, MELL_BY_OPERATION))
-    return {"batching": batched.moves / single.moves, "moves_most": float(single.moves_max)}
+    rates = {"batched": batched.moves / batched.seconds, "one by one": single.moves / single.seconds}
+    return points("mell-fig13", {"MELL": rates}) | {
+        "batching": batched.moves / single.moves,
+        "moves_most": float(single.moves_max),
+    }
 
 
 def serving(effort: Effort) -> Figures:
@@ -75,7 +97,11 @@ def serving(effort: Effort) -> Figures:
     found = replay.measure(jobs, A100, tally.volume / tally.epochs)
     gains = replay.figures(found)
     served = {(one.policy, f"{one.load:g}"): one.served for one in found}
-    return {
+    curves = {
+        policy: {one.load: one.ratio for one in found if one.policy == policy}
+        for policy in dict.fromkeys(one.policy for one in found)
+    }
+    return points("mell-fig6", curves) | {
         name: value
         for load in ("1", "1.2", "1.5")
         for name, value in (
@@ -123,6 +149,12 @@ STUDIES = (
             ),
             Claim("bound", "competitive ratio", "theorem 2", (4 / 3, 4 / 3), Rule.MOST),
         ),
+        pictures=(
+            Picture("mell-fig11", "MELL, fig. 11", "", "GPUs, mean"),
+            Picture("mell-fig12", "MELL, fig. 12", "", "migrations per s"),
+            Picture("mell-fig14", "MELL, fig. 14", "", "share of GPU memory in use"),
+            Picture("mell-fig15", "MELL, fig. 15", "s", "GPUs", marks=False),
+        ),
     ),
     Study(
         "mell",
@@ -133,6 +165,7 @@ STUDIES = (
             Claim("batching", "migrations with batching, of without", "fig. 13", (0.7, 0.7)),
             Claim("moves_most", "migrations of one operation", "theorem 3", (10, 10), Rule.MOST),
         ),
+        pictures=(Picture("mell-fig13", "MELL, fig. 13", "", "migrations per s"),),
     ),
     Study(
         "mell",
@@ -148,6 +181,11 @@ STUDIES = (
                 turns=((_BF, f"served_{load}_bf"),),
             )
             for load in ("1", "1.2", "1.5")
+        ),
+        pictures=(
+            Picture(
+                "mell-fig6", "MELL, fig. 6", "load, of the GPUs' capacity", "requests that keep their KV"
+            ),
         ),
     ),
     Study(

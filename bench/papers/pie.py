@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 from bench.kit.datasets import data_folder
-from bench.papers.claims import Claim, Effort, Figures, Rule, Study
+from bench.papers.claims import Claim, Effort, Figures, Picture, Rule, Study, points
 from bench.simulated import pie
 from bench.simulated.pie import ENOUGH_GB, MODELS, Question, answer, fixed_lengths, requests_of
 from services.scheduler.policy.contract import PolicySettings, WorkerShape
 from services.worker.core.costs import find_cost
 from services.worker.core.costs.fitted import DecodePart
+from services.worker.pie.core.sizes import expansion
 from sim.pie.cost import GH200, Interconnect
 from sim.predictors import find_predictor
 from sim.setup import Setup
@@ -55,6 +56,9 @@ def gains(effort: Effort) -> Figures:
         }
         if enough:
             found["enough"] = enough[0].tokens_per_s / enough[1].tokens_per_s
+            layers = MODELS[model].layers
+            grown = {round(at_s, 3): expansion(layers, length) for at_s, length in swapped.lengths}
+            found |= points("pie-fig9", {"Pie": grown})
     return found
 
 
@@ -67,11 +71,16 @@ def memory(effort: Effort) -> Figures:
     sides = [(gb, 0) for gb in sizes] + [(gb, None) for gb in few] + [(few[0], f) for f in lengths]
     answers = sweep(answer, [replace(peer, device_gb=gb, fifo_layers=layers) for gb, layers in sides])
     plain, swapped, fixed = answers[: len(sizes)], answers[len(sizes) :][: len(few)], answers[-len(lengths) :]
-    return {
-        "saved": pie.memory_saving(
-            {gb: one.tokens_per_s for gb, one in zip(sizes, plain, strict=True)},
-            {gb: one.tokens_per_s for gb, one in zip(few, swapped, strict=True)},
-        ),
+    peers = {gb: one.tokens_per_s for gb, one in zip(sizes, plain, strict=True)}
+    ours = {gb: one.tokens_per_s for gb, one in zip(few, swapped, strict=True)}
+    layers = MODELS["opt-13b"].layers
+    by_expansion = {
+        expansion(layers, length): one.tokens_per_s for length, one in zip(lengths, fixed, strict=True)
+    }
+    drawn = points("pie-fig7", {"vLLM": peers, "Pie": ours})
+    drawn |= points("pie-fig6", {"OPT-13B": {1.0: plain[0].tokens_per_s, **by_expansion}})
+    return drawn | {
+        "saved": pie.memory_saving(peers, ours),
         "best_fixed_gain": max(one.tokens_per_s for one in fixed) / plain[0].tokens_per_s,
         "adaptive_vs_fixed": swapped[0].tokens_per_s / max(one.tokens_per_s for one in (*fixed, plain[0])),
     }
@@ -95,7 +104,8 @@ def flexgen(effort: Effort) -> Figures:
     setup = Setup("orca", shape, settings, cost, find_predictor("none", seed=0, train=[]))
     theirs = summarize(Simulation(setup, requests_of(ours)).run())
     found = answer(ours)
-    return {
+    rates = {"Pie": found.tokens_per_s, "FlexGen": theirs["tokens_per_s"]}
+    return points("pie-fig10", {"OPT-30B": rates}) | {
         "flexgen": found.tokens_per_s / theirs["tokens_per_s"],
         "flexgen_latency": theirs["normalized_s"] / found.normalized_s,
     }
@@ -119,6 +129,7 @@ STUDIES = (
             Claim("stalls_sharegpt", "step time with copies, of without", "§5.5", (1.02, 1.02), Rule.MOST),
             Claim("enough", "throughput with 12 GB, of vLLM's", "fig. 7", (1, 1), Rule.LEAST),
         ),
+        pictures=(Picture("pie-fig9", "Pie, fig. 9", "s", "expansion"),),
     ),
     Study(
         "pie",
@@ -130,6 +141,10 @@ STUDIES = (
             Claim("best_fixed_gain", "throughput of the best expansion, of none", "fig. 6", (1.54, 1.54)),
             Claim("adaptive_vs_fixed", "adaptive throughput, of best", "fig. 9", (0.98, 0.98), Rule.LEAST),
         ),
+        pictures=(
+            Picture("pie-fig6", "Pie, fig. 6", "expansion", "tokens/s"),
+            Picture("pie-fig7", "Pie, fig. 7", "GB of KV on the device", "tokens/s"),
+        ),
     ),
     Study(
         "pie",
@@ -137,6 +152,7 @@ STUDIES = (
         "OPT-30B on ShareGPT; FlexGen: batches of 256, weights and KV fetched on demand; simulated",
         flexgen,
         (Claim("flexgen", "throughput, of FlexGen's", "fig. 10", (9.4, 9.4)),),
+        pictures=(Picture("pie-fig10", "Pie, fig. 10", "", "tokens/s"),),
     ),
     Study(
         "pie",

@@ -10,7 +10,7 @@ from bench.kit.models import TINY_CHAT
 from bench.live.prefix import live
 from bench.live.prefix.live import TIERS
 from bench.live.prefix.workloads import Templates
-from bench.papers.claims import Claim, Effort, Figures, Rule, Study
+from bench.papers.claims import Claim, Effort, Figures, Picture, Rule, Study, points
 from bench.simulated.prefix import PRESETS, Chain, Replayed, Sizes, generate, replay
 from services.worker.core.costs import find_cost
 from shared.blocks import HASH_BYTES
@@ -70,7 +70,8 @@ def templates(effort: Effort) -> Figures:
         for policy in ("lru", "fifo", "random")
     ]
     misses = {name: 1 - run.hit_rate for name, run in runs.items()}
-    return {
+    drawn = points("prefix-rate", {"LRU": rates}) | points("prefix-misses", {"LRU": misses})
+    return drawn | {
         "text": rates["disk"] / rates["none"],
         "text_today": rates["disk"] / rates["device"],
         "text_waiting": waited / rates["device"],
@@ -101,7 +102,8 @@ def served(effort: Effort) -> Figures:
         context = Context("prefix", effort.quick, effort.seed, Path(folder), flags)
         found = live.run(context).figures
     cell = f"text_vs_none_{TIERS[-1].replace('+', '_')}"
-    return {
+    rates = {order: found[f"{cell}_{order}"] for order in ("fcfs", "fpf", "relaxed_fpf")}
+    return points("prefix-orders", {"all tiers": rates}) | {
         "live_text": found["text_throughput_vs_none"],
         "fpf": found[f"{cell}_fpf"] / found[f"{cell}_fcfs"],
         "relaxed_fpf": found[f"{cell}_relaxed_fpf"] / found[f"{cell}_fcfs"],
@@ -133,6 +135,10 @@ STUDIES = (
                 "orders", "hits of the best of LRU, FIFO, random, of the worst", "§VII-C", (1, 1), Rule.MOST
             ),
         ),
+        pictures=(
+            Picture("prefix-rate", "prefix caching, text analysis", "", "requests/s"),
+            Picture("prefix-misses", "prefix caching, text analysis", "", "share of blocks computed"),
+        ),
     ),
     Study(
         "prefix",
@@ -161,5 +167,6 @@ STUDIES = (
             Claim("relaxed_fpf", "throughput of relaxed FPF, of FCFS", "§V-F", (1, 1), Rule.LEAST),
         ),
         has_quick=False,
+        pictures=(Picture("prefix-orders", "prefix caching, orders", "", "throughput, of no cache"),),
     ),
 )

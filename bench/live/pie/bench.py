@@ -1,7 +1,6 @@
-"""`python -m bench pie`: KV swapped during the computation, live here or simulated at the paper's settings
-(`--simulated`).
+"""`python -m bench pie`: KV swapped during the computation, live here.
 
-Live, real engines with little KV take turns, under one scheduler core each and on the same device bytes,
+Real engines with little KV take turns, under one scheduler core each and on the same device bytes,
 buffers included. Parts: `room`, a link with spare bandwidth; `narrow`, a link without; `reaction`, other
 traffic for a while.
 """
@@ -29,9 +28,7 @@ _SWITCH_INTERVAL_S = 0.0002
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--simulated", action="store_true", help="at the paper's settings, in the simulator")
-    group = parser.add_argument_group("of the live part")
-    add = group.add_argument
+    add = parser.add_argument
     add("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="[all]")
     add("--model", help="folder of a Llama, or a random one [random-50m; quick: tiny_chat]")
     add("--fits", type=int, default=8, metavar="N", help="KV for so many mean requests [%(default)s]")
@@ -40,13 +37,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--turns", type=int, metavar="N", help="of each side in `room` [8, quick: 1]")
     add("--lengths", type=int, nargs="+", metavar="Q", help="fixed queues in `room`, instead of a search")
     add("--trace", type=Path, help="JSONL rows with `prompt` and `response`")
-    pie.add_arguments(parser)
 
 
 def run(context: Context) -> Outcome:
     """Run the bench. Raises ConfigError for unknown models or unreadable traces."""
-    if context.arguments.simulated:
-        return pie.run(context)
     torch.set_num_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     arena = Arena(context)

@@ -12,11 +12,10 @@ from pathlib import Path
 from bench.kit.context import Context
 from bench.kit.datasets import data_folder
 from bench.kit.outcome import Outcome, Table
-from bench.kit.plots import Chart, draw_bars, draw_latency, draw_lines
+from bench.kit.plots import draw_bars, draw_latency
 from bench.simulated.ecoserve import sides
 from bench.simulated.ecoserve.comparison import PAST_KNEE, PEER, Comparison, Effort, add_curves, compare
 from bench.simulated.ecoserve.headline import headline_figures, measure_headline
-from bench.simulated.ecoserve.sensitivity import Curves, best_rows, measure_sensitivities
 from bench.simulated.ecoserve.sides import (
     ABLATION,
     ORACLES,
@@ -72,7 +71,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--predictors", action="store_true", help="also every predictor, with our policies")
     add("--pictures", action=BooleanOptionalAction, help="which cost as many runs again [not with --quick]")
-    add("--sensitivities", action="store_true", help="also EcoServe's figure 12")
 
 
 def run(context: Context) -> Outcome:
@@ -96,8 +94,6 @@ def run(context: Context) -> Outcome:
     tables = [*_tables(found)]
     if not context.quick if flags.pictures is None else flags.pictures:
         _draw(context, found, sides, machine, effort)
-    if flags.sensitivities:
-        tables.append(_sensitivities(context, found, machine, effort, flags.predictor))
     figures = _figures(found)
     return Outcome(figures, 0, tables, _notes(found, effort, flags.predictor), simulated=True)
 
@@ -238,33 +234,6 @@ def _draw_parts(path: Path, title: str, rows: Mapping[str, Mapping[str, float]])
         part.removesuffix("_s").replace("_", " "): [row[part] for row in rows.values()] for part in PARTS
     }
     draw_bars(path, title, "mean job completion time, s", list(rows), parts, stacked=True)
-
-
-def _draw_sensitivity(path: Path, parameter: str, curves: Curves) -> None:
-    """Draw a panel per figure (JCT, throughput, SLO) and a line per trace, relative to its largest value."""
-    charts = []
-    for name, lines in curves.items():
-        tops = {
-            trace: max((value for _, value in curve), default=0.0) or 1.0 for trace, curve in lines.items()
-        }
-        relative = {trace: [(x, y / tops[trace]) for x, y in curve] for trace, curve in lines.items()}
-        charts.append(Chart(relative, name, parameter))
-    draw_lines(path, *charts, beside=True)
-
-
-def _sensitivities(
-    context: Context, found: Sequence[Comparison], machine: Machine, effort: Effort, predictor: str
-) -> Table:
-    side = next(iter(existing([PolicySide("ecoserve", "ecoserve")], predictor)), None)
-    if side is None:
-        raise ConfigError("there is no policy ecoserve to vary", param="sensitivities")
-    with context.progress("sensitivities", 25 * len(found)) as bar:
-        results = measure_sensitivities(found, side, machine, effort, lambda label: bar.advance(now=label))
-    for name, curves in results.items():
-        _draw_sensitivity(context.picture(f"sensitivity_{name}"), name, curves)
-        context.record({"parameter": name, "curves": curves}, "sensitivities.jsonl")
-    columns = ("parameter", "trace", "best (least JCT)", "worst value adds", "paper's best")
-    return Table("sensitivities of ecoserve (simulated)", columns, best_rows(results))
 
 
 def _notes(found: Sequence[Comparison], effort: Effort, predictor: str) -> list[str]:

@@ -5,28 +5,17 @@ best fit, worst fit and load balancing.
 """
 
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.kit.context import Context, Progressing
 from bench.kit.datasets import data_folder
 from bench.kit.outcome import Outcome, Table
-from bench.kit.plots import Chart, draw_bars, draw_lines
 from bench.kit.stats import exponent
-from bench.simulated.placement import measures, replay
+from bench.simulated.placement import replay
 from bench.simulated.placement.jobs import A100, RTX4090, Hardware, Workload, make_jobs
 from bench.simulated.placement.measures import COLUMNS, PackingCell, figures_of, rows_of
-from bench.simulated.placement.replay import (
-    BALANCE,
-    BEST_FIT,
-    EAGER_BY_OPERATION,
-    EAGER_SIDE,
-    MELL,
-    MELL_BY_OPERATION,
-    SIDES,
-    WORST_FIT,
-    Tally,
-)
+from bench.simulated.placement.replay import MELL, SIDES
 from bench.simulated.placement.speed import Churn, Speed
 from shared.errors import ConfigError
 from sim.workloads import Source
@@ -34,7 +23,6 @@ from sim.workloads import Source
 RATES = (0.5, 0.8, 1.1)
 WARM_UP_S = 300.0
 QUICK_AZURE_S = 400.0
-SHOWN = tuple(side.label for side in (MELL, EAGER_SIDE, BEST_FIT, WORST_FIT, BALANCE))
 HEADLINE = (
     "gpus_vs_ideal", "gpus_vs_bf", "gpus_vs_wf", "gpus_vs_lb", "utilization", "utilization_least",
     "migrations_vs_lb", "migrations_vs_lb_lazy", "migrations_vs_bf_recomputes", "batching_moves",
@@ -65,15 +53,8 @@ def run(context: Context) -> Outcome:
         context, flags.gpus or ([100, 1000] if context.quick else [100, 1000, 10_000]), data, source
     )
     figures |= _speed_figures(speeds)
-    if not context.quick:
-        _draw(context, cells)
     failures = sum(tally.waits for cell in cells for tally in cell.tallies.values())
-    tables = [
-        *(_table(cell) for cell in cells),
-        _summary(figures),
-        _served_table(served),
-        _speed_table(speeds),
-    ]
+    tables = [*(_table(cell) for cell in cells), _served_table(served), _speed_table(speeds)]
     notes = _notes(cells, data, source)
     return Outcome(figures, failures, tables, notes, simulated=True, headline=HEADLINE)
 
@@ -160,32 +141,6 @@ def _table(cell: PackingCell) -> Table:
     return Table(title, COLUMNS, rows_of(cell))
 
 
-def _summary(figures: dict[str, float]) -> Table:
-    """Return a table beside the paper's Figures 11-15."""
-    ours = {
-        "GPUs saved against BF and WF": f"{_saved(figures, 'gpus_vs_bf')}, {_saved(figures, 'gpus_vs_wf')}",
-        "GPUs saved against LB": _saved(figures, "gpus_vs_lb"),
-        "moves against LB": f"{figures['migrations_vs_lb']:.2f} x",
-        "moves saved by batching": f"{_saved(figures, 'batching_moves')}, eager "
-        f"{_saved(figures, 'batching_moves_eager')}",
-        "memory in use": _use_text(figures),
-        "requests that keep their KV": ", ".join(
-            f"{100 * (figures[f'served_gain_{load:g}'] - 1):+.0f} % at {load:g}" for load in replay.LOADS
-        ),
-    }
-    rows = [(number, what, ours.get(what, "picture"), theirs) for number, what, theirs in measures.ROWS]
-    return Table("beside papers/000 (simulated)", ("figure", "what", "here", "paper"), rows)
-
-
-def _use_text(figures: dict[str, float]) -> str:
-    mean, least = 100 * figures["utilization"], 100 * figures["utilization_least"]
-    return f"{mean:.1f} %, least {least:.1f} %"
-
-
-def _saved(figures: dict[str, float], name: str) -> str:
-    return f"{100 * (1 - figures[name]):.0f} %" if name in figures else "not measured"
-
-
 def _speed_table(speeds: Sequence[Speed]) -> Table:
     rows = [(s.asked, s.gpus, s.requests, s.operations, f"{s.ops_per_s:.0f}") for s in speeds]
     columns = ("load, GPUs", "active", "requests", "operations", "per CPU second")
@@ -204,34 +159,3 @@ def _notes(cells: Sequence[PackingCell], data: Path | None, source: Source | Non
     if data is None and source is None:
         notes.append("lengths generated from ShareGPT's quantiles, azure's arrivals from gamma gaps")
     return notes
-
-
-def _draw(context: Context, cells: Sequence[PackingCell]) -> None:
-    """Draw figures 11 to 15 of papers/000 with our numbers."""
-    batched = tuple(s.label for s in (MELL_BY_OPERATION, MELL, EAGER_BY_OPERATION, EAGER_SIDE))
-    moving = (MELL.label, EAGER_SIDE.label, BALANCE.label)
-    bars: tuple[tuple[str, str, str, tuple[str, ...], Callable[[Tally], float]], ...] = (
-        ("figure11_gpus", "Mean GPUs", "GPUs", SHOWN, lambda tally: tally.mean_gpus()),
-        ("figure12_moves", "Migrations", "per s", moving, _moves_per_s),
-        ("figure13_batching", "Batching", "moves per s", batched, _moves_per_s),
-        ("figure14_use", "Memory in use", "share", SHOWN, _use),
-    )
-    for machine in (A100, RTX4090):
-        mine = [cell for cell in cells if cell.name.endswith(machine.name)]
-        labels = [cell.label for cell in mine]
-        for name, title, unit, sides, value in bars:
-            series = {side: [value(cell.tallies[side]) for cell in mine] for side in sides}
-            draw_bars(context.picture(f"{name}_{machine.name}"), f"{title} (simulated)", unit, labels, series)
-        cell = [cell for cell in mine if "poisson" in cell.name][-1]
-        timelines = {side: cell.tallies[side].timeline for side in SHOWN}
-        title = f"GPUs over time, {cell.label} (simulated)"
-        chart = Chart(timelines, title, "seconds", "GPUs", marks=False)
-        draw_lines(context.picture(f"figure15_over_time_{machine.name}"), chart)
-
-
-def _moves_per_s(tally: Tally) -> float:
-    return (tally.moves - tally.recomputes) / tally.seconds
-
-
-def _use(tally: Tally) -> float:
-    return tally.used_share / tally.epochs

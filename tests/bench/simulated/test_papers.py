@@ -25,7 +25,7 @@ QUICK = Effort(quick=True)
 def test_a_paper_holds_in_kind(paper: str, study: str) -> None:
     (one,) = (found for found in bench.PAPERS[paper] if found.name == study)
     figures = one.measure(QUICK)
-    findings = [Finding(one, claim, figures) for claim in one.claims]
+    findings = [Finding(one, claim, figures) for claim in one.claims if claim.figure in figures]
     held = {finding.claim.figure for finding in findings if finding.verdict is not Verdict.NOT}
     assert held >= EXPECTED[study], [(finding.claim.figure, finding.sentence) for finding in findings]
 
