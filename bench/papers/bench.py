@@ -7,10 +7,11 @@ run with the same `--out` skips it while settings and code are the same.
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
-from bench.kit.provenance import ROOT
+from bench.kit.provenance import ROOT, git_state, machine
 from bench.papers import ecoserve, infinite_llm, mell, pie, prefix
 from bench.papers.claims import TODAY, Effort, Finding, Study, Verdict, is_point, measured
 from shared.errors import KvasirError
@@ -23,6 +24,22 @@ PAPERS: dict[str, tuple[Study, ...]] = {
     "pie": pie.STUDIES,
 }
 _COLUMNS = ("claim", "paper", "here", "today", "verdict")
+_PAGE = """# The five papers
+
+The claims of five papers, measured in their set-up as far as it can be had, and against today's peer. A page
+for each, with what Kvasir changed: [EcoServe](papers/ecoserve.md), [MELL](papers/mell.md),
+[Infinite-LLM](papers/infinite-llm.md), [prefix caching](papers/prefix-caching.md), [Pie](papers/pie.md).
+
+Printed by `{command}`, {day}, commit {commit}, {cpu}, {cores} cores
+([what the verdicts mean](benchmarks/papers.md)). *Holds with* names the change that turns a claim.
+
+{tables}
+## Set-ups
+
+{set_ups}
+
+[All figures](benchmarks.md) · [together](benchmarks/together.md) · [request lifecycle](request-lifecycle.md)
+"""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -50,7 +67,7 @@ def run(context: Context) -> Outcome:
             for picture in study.pictures:
                 picture.draw(context.picture(picture.name), figures)
             bar.advance()
-    (context.run_dir / "papers.md").write_text(as_markdown(findings))
+    (context.run_dir / "papers.md").write_text(page(findings, context.quick))
     tables = [
         Table(paper, _COLUMNS, [_row(one) for one in findings if one.study.paper == paper])
         for paper in dict.fromkeys(study.paper for study in studies)
@@ -82,12 +99,21 @@ def _notes(findings: Sequence[Finding]) -> list[str]:
     return [f"{study.name}: {study.set_up}" for study in studies]
 
 
-def as_markdown(findings: Sequence[Finding]) -> str:
-    """Return the table of `docs/papers.md`."""
+def page(findings: Sequence[Finding], quick: bool) -> str:
+    """Return `docs/papers.md`."""
     lines = []
     for paper in dict.fromkeys(one.study.paper for one in findings):
         lines += [f"|{'|'.join((paper, *_COLUMNS[1:]))}|", "|---" * len(_COLUMNS) + "|"]
         mine = [one for one in findings if one.study.paper == paper]
         lines += [f"|{'|'.join(_row(one))}|" for one in mine]
         lines.append("")
-    return "\n".join(lines)
+    at = machine()
+    return _PAGE.format(
+        command=f"python -m bench papers{' --quick' if quick else ''}",
+        day=datetime.now(UTC).date(),
+        commit=(git_state()["commit"] or "unknown")[:8],
+        cpu=at["cpu"],
+        cores=at["cores"],
+        tables="\n".join(lines),
+        set_ups="\n".join(f"- {note}" for note in _notes(findings)),
+    )

@@ -111,7 +111,7 @@ class Picture:
                 rows.setdefault(label, {})[x] = value
         if rows and self.said:
             rows["the paper"] = dict(self.said)
-        title = f"{self.title}: here"
+        title = f"{self.title}, measured here"
         if rows and self.x:
             curves = {name: sorted((float(x), y) for x, y in row.items()) for name, row in rows.items()}
             draw_lines(path, Chart(curves, title, self.x, self.y, self.marks, log_x=self.log_x))

@@ -129,7 +129,7 @@ def _figure1(
         for label in _KNOWN
     ]
     rows = dict(zip(_KNOWN, sweep(answer_rate, asked), strict=True))
-    used = {label: {"KV filled": row["kvc_utilization"]} for label, row in rows.items()}
+    used = {"KV filled": {label: row["kvc_utilization"] for label, row in rows.items()}}
     found = points(f"ecoserve-fig1-{trace}", _of_vllm(rows)) | points(f"ecoserve-fig1e-{trace}", used)
     for label in ("orca", "srtf oracle", "fastserve"):
         ratio = rows[label]["tokens_per_s"] / rows["vllm"]["tokens_per_s"]

@@ -413,8 +413,7 @@ def _is_cancelled() -> bool:
 
 
 async def _drain(subscription: Subscription | None, link: Link, deadline_s: float) -> None:
-    """Unsubscribe. Messages sent by the server until then are still delivered, unless the connection is
-    lost, which ends the wait."""
+    """Unsubscribe. Messages sent until then are still delivered, unless the connection is lost."""
     if subscription is None or subscription._closed:
         return
     try:
