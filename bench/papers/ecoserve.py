@@ -61,6 +61,13 @@ def _case(label: str, trace: str, requests: int, effort: Effort) -> Case:
     return replace(case, batch_sequences=Machine().max_batch_sequences) if option == "maximum" else case
 
 
+def _rows(
+    cases: Mapping[str, Case], rate_per_s: float, reference: Reference, seeds: tuple[int, ...]
+) -> dict[str, dict[str, float]]:
+    asked = [RateQuestion(label, case, rate_per_s, reference.level, seeds) for label, case in cases.items()]
+    return dict(zip(cases, sweep(answer_rate, asked), strict=True))
+
+
 def rates(trace: str, effort: Effort) -> Figures:
     """Search each side's sustained rate, then compare all at 1.2 times vLLM's and at the paper's arrivals."""
     requests = round(effort.pick(600, 200) * _LENGTHS[trace])
@@ -72,17 +79,11 @@ def rates(trace: str, effort: Effort) -> Figures:
         for label, case in cases.items()
     ]
     knees = dict(zip(cases, (max(_LEAST, knee) for knee in sweep(answer_knee, asked)), strict=True))
-    at = PAST_KNEE * knees["vllm"]
-    later = [
-        RateQuestion(label, case, rate, reference.level, seeds)
-        for rate in (at, _TABLE_2[trace])
-        for label, case in cases.items()
-    ]
-    few = replace(cases["vllm"], machine=Machine(capacity_blocks=Machine().capacity_blocks // 5))
-    later.append(RateQuestion("a fifth", few, _TABLE_2[trace], reference.level, seeds))
-    answers = sweep(answer_rate, later)
-    count = len(cases)
-    past, flooded = (dict(zip(cases, part, strict=True)) for part in (answers[:count], answers[count:-1]))
+    past, flooded = (
+        _rows(cases, rate, reference, seeds) for rate in (PAST_KNEE * knees["vllm"], _TABLE_2[trace])
+    )
+    few = replace(cases["vllm"], machine=Machine(capacity_blocks=Machine().capacity_blocks // 5 + 1))
+    few_rows = _rows({"vllm": few}, _TABLE_2[trace], reference, seeds)
     ours = knees["ecoserve"]
     figures: dict[str, float] = {}
     rivals = {"vllm": "vllm", "vllm_maximum": "orca maximum", "fastgen": "fastgen chunked", "orca": "orca"}
@@ -98,7 +99,7 @@ def rates(trace: str, effort: Effort) -> Figures:
         "oracle": knees["ecoserve oracle"] / ours,
         "failures": past["ecoserve"]["alloc_failures"],
         "failures_vllm": past["vllm"]["alloc_failures"],
-        "failures_vllm_fifth": answers[-1]["alloc_failures"],
+        "failures_vllm_fifth": few_rows["vllm"]["alloc_failures"],
         "failures_vllm_table2": flooded["vllm"]["alloc_failures"],
         "kvc": past["ecoserve"]["kvc_utilization"],
         "kvc_profile": past["ecoserve_profile"]["kvc_utilization"],
@@ -124,11 +125,8 @@ def _figure1(
     trace: str, requests: int, effort: Effort, reference: Reference, seeds: tuple[int, ...]
 ) -> dict[str, float]:
     """Compare the schedulers of figure 1 at the arrivals of table 2, with known lengths."""
-    asked = [
-        RateQuestion(label, _case(label, trace, requests, effort), _TABLE_2[trace], reference.level, seeds)
-        for label in _KNOWN
-    ]
-    rows = dict(zip(_KNOWN, sweep(answer_rate, asked), strict=True))
+    cases = {label: _case(label, trace, requests, effort) for label in _KNOWN}
+    rows = _rows(cases, _TABLE_2[trace], reference, seeds)
     used = {"KV filled": {label: row["kvc_utilization"] for label, row in rows.items()}}
     found = points(f"ecoserve-fig1-{trace}", _of_vllm(rows)) | points(f"ecoserve-fig1e-{trace}", used)
     for label in ("orca", "srtf oracle", "fastserve"):
@@ -178,20 +176,15 @@ def ablation(effort: Effort) -> Figures:
         requests = round(effort.pick(600, 300) * _LENGTHS[trace])
         peer = _case("vllm", trace, requests, effort)
         reference = measure_reference(peer)
-        start, limit_s = reference.capacity_per_s, reference.limit_s
-        knee = answer_knee(KneeQuestion("vllm", peer, limit_s, start, (effort.seed,), tolerance=0.1))
+        knee = answer_knee(
+            KneeQuestion("vllm", peer, reference.limit_s, reference.capacity_per_s, (effort.seed,))
+        )
         cases = {label: _case(label, trace, requests, effort) for label in ("vllm", "ecoserve_d", *_ADDED)}
         cases["by profile"] = _case("ecoserve_profile", trace, requests, effort)
         for label, share in _SCHEDULING.items():
             cases[f"{label}, slow"] = replace(cases[label], machine=Machine(scheduling_share=share))
-        asked = [
-            RateQuestion(label, case, factor * knee, reference.level, (effort.seed,))
-            for factor in (PAST_KNEE, _BEFORE_KNEE)
-            for label, case in cases.items()
-        ]
-        answers = sweep(answer_rate, asked)
         past, before = (
-            dict(zip(cases, part, strict=True)) for part in (answers[: len(cases)], answers[len(cases) :])
+            _rows(cases, factor * knee, reference, (effort.seed,)) for factor in (PAST_KNEE, _BEFORE_KNEE)
         )
         compared = {
             **{more: (past[more], past[less]) for less, more in pairwise(("ecoserve_d", *_ADDED))},

@@ -1,8 +1,13 @@
 """Claims of Pie (papers/004 §5): swapping behind the computation of a GH200, simulated."""
 
+from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from bench.kit.context import Context
 from bench.kit.datasets import data_folder
+from bench.live.pie import bench as live
 from bench.papers.claims import Claim, Effort, Figures, Picture, Rule, Study, points
 from bench.simulated import pie
 from bench.simulated.pie import ENOUGH_GB, MODELS, Question, answer, fixed_lengths, requests_of
@@ -111,6 +116,15 @@ def flexgen(effort: Effort) -> Figures:
     }
 
 
+def served(effort: Effort) -> Figures:
+    """Serve on real engines with KV for eight requests and 48 clients, with Pie and without."""
+    with TemporaryDirectory() as folder:
+        flags = Namespace(part=["room"], model=None, trace=None, fits=8, bandwidth=3e9)
+        flags.clients, flags.turns, flags.lengths = 48, 4, [14]
+        found = live.run(Context("pie", effort.quick, effort.seed, Path(folder), flags)).figures
+    return {"live_gain": found["throughput_vs_none"], "live_latency": 1 / found["latency_vs_none"]}
+
+
 def figure4(effort: Effort) -> Figures:
     """Run the paper's example of nine layers."""
     return {f"fig4_{name}": pie.figure4()[f"fig4_{name}"] for name in ("expansion", "stalls")}
@@ -153,6 +167,17 @@ STUDIES = (
         flexgen,
         (Claim("flexgen", "throughput, of FlexGen's", "fig. 10", (9.4, 9.4)),),
         pictures=(Picture("pie-fig10", "Pie, fig. 10", "", "tokens/s"),),
+    ),
+    Study(
+        "pie",
+        "pie-served",
+        "random-50m of 16 layers, a link of 3 GB/s; against the better of recompute and swap; live here",
+        served,
+        (
+            Claim("live_gain", "throughput, of no Pie's", "fig. 7", (1.9, 1.9)),
+            Claim("live_latency", "latency without Pie, of with", "abstract", (2, 2)),
+        ),
+        has_quick=False,
     ),
     Study(
         "pie",
