@@ -19,6 +19,7 @@ _ALONE_TOKENS = 108_032
 """Longest context of LLaMA2-7B on one A100 (§6.3), in whole blocks."""
 _INSTANCE_TOKENS = 150_016
 """KV of a LLaMA2-13B instance on two A100."""
+_FIGURE_8 = ("lent", "tensor parallel", "the same without loss", "static split, long ones refused")
 _STEPS = 20
 """Steps of the search for the longest context, per instance."""
 
@@ -70,8 +71,9 @@ def mixed(effort: Effort) -> Figures:
         lent = replace(base, cost=RemoteCost(tp2))
         whole = replace(base, workers=1, kv_tokens=together, cost=RemoteCost(_eight_gpus(tp2)))
         ideal = replace(whole, cost=RemoteCost(slowed(tp2, 0.25)))
-        rates = [LendingSimulation(one).run().tok_s() for one in (lent, whole, ideal)]
-        for label, rate in zip(("lent", "tensor parallel", "tensor parallel, no loss"), rates, strict=True):
+        split = replace(lent, mix=replace(mix, long_share=0.0), most_lent=0.0)
+        rates = [LendingSimulation(one).run().tok_s() for one in (lent, whole, ideal, split)]
+        for label, rate in zip(_FIGURE_8, rates, strict=True):
             found |= points("infinite-llm-fig8", {label: {f"{percent}% long": rate}})
         found |= {f"mixed_{percent}": rates[0] / rates[1], f"mixed_{percent}_today": rates[0] / rates[2]}
     return found
