@@ -13,7 +13,6 @@ from bench.kit.context import Context
 from bench.kit.datasets import data_folder
 from bench.kit.outcome import Outcome, Table
 from bench.kit.plots import draw_bars, draw_latency
-from bench.simulated.ecoserve import sides
 from bench.simulated.ecoserve.comparison import PAST_KNEE, PEER, Comparison, Effort, add_curves, compare
 from bench.simulated.ecoserve.headline import headline_figures, measure_headline
 from bench.simulated.ecoserve.sides import (
@@ -178,10 +177,9 @@ def _tables(found: Sequence[Comparison]) -> list[Table]:
     tables = []
     for one in found:
         trace = one.source.name
-        band = sides.band(trace, PEER)
         rows = [
             (
-                *(label, rate, one.rate_ratio(label, PEER) or 0, band if label == "ecoserve" else ""),
+                *(label, rate, one.rate_ratio(label, PEER) or 0),
                 *(one.stable[label], *(one.past_knee[label][name] for name in _SHOWN.values())),
             )
             for label, rate in one.knees.items()
@@ -190,7 +188,7 @@ def _tables(found: Sequence[Comparison]) -> list[Table]:
             f"{trace} (simulated): rate sustained at <= {one.reference.limit_s:.3f} s/token; "
             f"the rest at {PAST_KNEE} x the knee of {one.peer}, {one.knees[one.peer]:.2f} requests/s"
         )
-        tables.append(Table(title, ("side", "rate/s", "/vllm", "paper", "stable", *_SHOWN), rows))
+        tables.append(Table(title, ("side", "rate/s", "/vllm", "stable", *_SHOWN), rows))
     return tables
 
 
@@ -245,7 +243,6 @@ def _notes(found: Sequence[Comparison], effort: Effort, predictor: str) -> list[
         f"predictor of our policies: {predictor}; requests a run: {runs}; seeds {list(effort.seeds)}; "
         "vllm is the better of chunked and whole prompts",
         "stable: sustained, and the queue at the last arrival is worked off soon after",
-        "paper bands: papers/003 §4, against schedulers of 2023 on a real A100",
     ]
     if generated:
         notes.append(f"lengths generated from fitted quantiles: {', '.join(generated)}")

@@ -11,21 +11,6 @@ from services.scheduler.policy import policy_names
 from sim.case import Case, Machine
 from sim.workloads import Source
 
-Band = tuple[float, float]
-
-RATE_BANDS: dict[tuple[str, str], Band] = {
-    ("sharegpt", "vllm"): (2.5, 4.0),
-    ("sharegpt", "fastgen"): (1.25, 2.25),
-    ("sharegpt", "orca"): (22.0, 64.0),
-    ("books", "vllm"): (2.5, 2.8),
-    ("books", "fastgen"): (1.88, 2.33),
-    ("books", "orca"): (12.5, 13.0),
-    ("alpaca", "vllm"): (1.13, 2.14),
-    ("alpaca", "fastgen"): (1.2, 1.24),
-    ("alpaca", "orca"): (5.6, 9.0),
-}
-"""Paper's sustained rate of EcoServe over the rival's, by (trace, rival), at similar normalized latency."""
-
 SETTINGS: dict[str, dict[str, float]] = {
     "alpaca": {"pad": 0.10, "reserve_ratio": 0.012, "buffer": 0.15},
     "sharegpt": {"pad": 0.15, "reserve_ratio": 0.03, "buffer": 0.15},
@@ -42,12 +27,6 @@ BEST: dict[str, dict[str, float]] = {
     "buffer": {"alpaca": 0.15, "sharegpt": 0.15, "books": 0.10},
 }
 """Best value of each parameter in figure 12."""
-
-
-def band(trace: str, rival: str) -> str:
-    """Return the paper's range as text; empty if the paper has none."""
-    found = RATE_BANDS.get((trace, rival))
-    return "" if found is None else f"{found[0]:g}–{found[1]:g}"
 
 
 PREDICTOR = "sigma0.5"
