@@ -242,8 +242,8 @@ def _claims(trace: str) -> tuple[Claim, ...]:
     )
     of_vllm = (
         (_ARRIVALS, "failures_vllm_table2"),
-        ("those and a fifth of the memory", "failures_vllm_fifth"),
-        ("those, and each failure of a request counted", "failures_vllm_each"),
+        (f"{_ARRIVALS} and a fifth of the memory", "failures_vllm_fifth"),
+        (f"{_ARRIVALS}, each failure of a request counted", "failures_vllm_each"),
     )
     limits = (
         ("oracle", "rate with true lengths", "§4", 1.08, Rule.MOST, ()),
