@@ -205,7 +205,7 @@ def ablation(effort: Effort) -> Figures:
     return found | {name: geometric_mean(values) for name, values in ratios.items()}
 
 
-_EARLIER = f"at {_BEFORE_KNEE} of vLLM's rate"
+_EARLIER = f"a rate of {_BEFORE_KNEE} of vLLM's"
 _TODAY, _ARRIVALS, _BY_PROFILE = "vLLM", "the arrivals of table 2", "answers admitted by profile"
 
 
