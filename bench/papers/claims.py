@@ -99,7 +99,7 @@ class Picture:
     log_x: float = 0
     """Base of the x axis; 0 for a linear one."""
     said: tuple[tuple[str, float], ...] = ()
-    """What the paper states, by x."""
+    """The paper's values, by x."""
     marks: bool = True
 
     def draw(self, path: Path, figures: Figures) -> None:

@@ -39,8 +39,8 @@ _ADDED = {
     "ecoserve_sdo": ("ordering", 0.868, 1.08),
     "ecoserve": ("KV pipelining", 0.37, 1.28),
 }
-"""What a variant adds to the one before, with the paper's ratios of completion time and throughput, from its
-averages over traces and models."""
+"""The part that a variant adds to the one before, and the paper's ratios of completion time and throughput,
+from its averages over traces and models."""
 _SIDES = (
     "vllm", "vllm chunked", "fastgen chunked", "orca", "orca maximum", "ecoserve", "ecoserve oracle",
     "ecoserve_profile",
@@ -166,9 +166,9 @@ def _drawn(
             if name in BEST:
                 least_s = min(row["jct_s"] for row in by_value.values())
                 found[f"best_{name}{suffix}_{trace}"] = by_value[BEST[name][trace]]["jct_s"] / least_s
-            else:
+            elif not suffix:
                 served = [by_value[scale]["slo"] for scale in (2.5, 0.5)]
-                found[f"slo_scale{suffix}_{trace}"] = served[0] / max(_LEAST, served[1])
+                found[f"slo_scale_{trace}"] = served[0] / max(_LEAST, served[1])
     return found
 
 

@@ -76,7 +76,6 @@ class Answer:
     tokens_per_s: float
     requests_per_s: float
     normalized_s: float
-    evictions: float
     stall_share: float
     lengths: tuple[tuple[float, int], ...]
     """(time in s, queue length) at each change."""
@@ -108,7 +107,6 @@ def answer(question: Question) -> Answer:
         summary["tokens_per_s"],
         summary["requests_per_s"],
         summary["normalized_s"],
-        summary["evictions"],
         found.stall_share,
         tuple(found.lengths),
     )
