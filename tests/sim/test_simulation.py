@@ -1,6 +1,4 @@
-"""Whole runs: all ends under every policy, latencies add up, equal inputs replay, wedges are told; cores and
-roles.
-"""
+"""Whole runs: all ends under every policy, latencies add up, equal inputs replay, wedges are told; cores."""
 
 import math
 from dataclasses import replace
@@ -34,7 +32,7 @@ from sim.requests import ServedRecord, SimRequest
 from sim.routers import find_router
 from sim.setup import Outcome
 from sim.simulation import WedgeError
-from sim.workloads import Source
+from sim.workloads import Source, find_source
 from tests.sim.simple import Scripted, decode, prefill, request, simulated
 
 SMALL = WorkerShape(block_tokens=16, capacity_blocks=24)
@@ -70,6 +68,13 @@ def test_every_policy_drains_a_crowd(policy: str, ahead: int) -> None:
         parts_s = record.queue_s + record.prefill_s + record.gt_wait_s + record.decode_s + record.preempted_s
         assert parts_s == pytest.approx(record.jct_s, abs=1e-6)
         assert record.end_s >= record.first_token_s > record.request.arrival_s
+
+
+@pytest.mark.parametrize("policy", [name for name in policy_names() if name.startswith("ecoserve")])
+def test_decoupled_queues_keep_their_throughput_under_overload(policy: str) -> None:
+    case = Case(find_source("alpaca", None), policy, "oracle", Machine(), rate_per_s=100, requests=700)
+    outcome = run_case(case)
+    assert len(outcome.records) / outcome.end_s > 20, "waiting KV fills the memory"
 
 
 sizes = st.tuples(st.integers(1, 150), st.integers(1, 100), st.floats(0, 3))

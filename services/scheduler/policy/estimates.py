@@ -374,16 +374,12 @@ class UsageProfile:
         """Return `which_fit` for one candidate."""
         if self._ceiling_blocks + self._most(end_tokens, held_blocks) - held_blocks <= self._limit_blocks:
             return True
-        return self.room_beside(now_tokens, end_tokens, held_blocks) >= 0
-
-    def room_beside(self, now_tokens: int, end_tokens: int, held_blocks: int) -> int:
-        """Return the blocks that may be taken for good beside this candidate; negative if it does not fit."""
         self._make()
         demand: _Blocks = self._demand(now_tokens, end_tokens, held_blocks)
         peak = int((self._usage + demand).max())
         if end_tokens - now_tokens > len(self._usage) * self._bucket_tokens:
             peak = max(peak, self._constant_blocks + -(-end_tokens // self._block_tokens))
-        return self._limit_blocks - peak + held_blocks
+        return peak - held_blocks <= self._limit_blocks
 
     def start(self, now_tokens: int, end_tokens: int, held_blocks: int) -> None:
         """Add a sequence that starts; its held blocks were counted as constant until now."""

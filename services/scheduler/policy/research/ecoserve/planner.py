@@ -141,10 +141,16 @@ class EcoServeD(TwoQueuePolicy):
         return job.own_blocks + max(needed_blocks, lacking)
 
     def _leaves_room(self, blocks: int) -> bool:
-        """Return whether a prompt may take `blocks` blocks: the first ready generation would still fit."""
-        head = self._ready.first()
-        lacking = 0 if head is None else self._lacking_blocks(head)
-        return lacking <= self._table.free_blocks - blocks
+        """Return whether a prompt may take `blocks` blocks.
+
+        While generations wait, they and new prompts hold the reserve at most (papers/003 §2.3), and the first
+        still fits. Otherwise waiting KV fills the memory until hardly a generation runs, and it stays so.
+        """
+        head, room = self._ready.first(), self._table.free_blocks
+        if head is not None:
+            waiting = sum(job.held_blocks for job in self._ready)
+            room = min(self._reserve_blocks - waiting, room - self._lacking_blocks(head))
+        return blocks <= room
 
     def _lacking_blocks(self, job: Job) -> int:
         return max(0, self._start_blocks(job) - job.own_blocks)

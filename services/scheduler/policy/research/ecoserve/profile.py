@@ -55,13 +55,11 @@ class EcoServeProfile(EcoServeSDO):
             self._profile.start(job.computed_tokens, job.end_tokens, job.held_blocks)
 
     def _leaves_room(self, blocks: int) -> bool:
-        """Return whether a prompt may take the blocks, of the reserve but not of running jobs' needs."""
+        """Return whether a prompt may take the blocks, of the reserve but not of running jobs' needs. While
+        generations wait, they and new prompts hold the reserve at most."""
         if self._prompt_room_blocks is None:
-            usage, head = self._usage(), self._ready.first()
-            room = usage.free_blocks
-            if head is not None:
-                ends = head.computed_tokens + head.rest_tokens
-                room = min(room, usage.room_beside(head.computed_tokens, ends, head.held_blocks))
+            waiting = sum(job.held_blocks for job in self._ready)
+            room = min(self._usage().free_blocks, -waiting) if waiting else self._usage().free_blocks
             self._prompt_room_blocks = room + self._reserve_blocks
         return blocks <= min(self._prompt_room_blocks, self._table.free_blocks)
 
