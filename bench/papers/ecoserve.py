@@ -1,9 +1,11 @@
 """Claims of EcoServe (papers/003 §2 and §4): OPT-13B on one A100 with 12 GB of KV, simulated."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
+from statistics import mean
 
 from bench.kit.datasets import data_folder
 from bench.kit.stats import geometric_mean
@@ -29,6 +31,9 @@ _LEAST = 1e-3
 _TABLE_2 = {"sharegpt": 28.0, "alpaca": 36.0, "books": 1.2}
 """Requests per second in the paper's table 2, by trace."""
 _BEFORE_KNEE = 0.7
+_LONGER = 4
+"""A run of so many times the requests comes closer to the paper's hours."""
+_SOUGHT, _COMPARED_LONG = ("vllm", "ecoserve_sdo"), ("by profile", "ecoserve_sdo")
 _LENGTHS = {"sharegpt": 1.0, "alpaca": 3.0, "books": 0.4}
 """Requests of a run, of sharegpt's: answers of alpaca are short, and its rates high."""
 _SCHEDULING = {"ecoserve_d": 0.34, "ecoserve_sd": 0.0214}
@@ -46,6 +51,7 @@ _SIDES = (
     "ecoserve_profile",
 )  # fmt: skip
 """Policy and variant: `maximum` drops ORCA's batch limit, so only its reserved memory differs from vLLM."""
+_FIG_12 = "ecoserve-fig12-"
 _FIGURE_10 = ("vllm", "fastgen chunked", "orca", "ecoserve")
 _SHOWN = {"completion time": "jct_s", "throughput": "tokens_per_s", "SLO": "slo"}
 _PAST = (("orca", "ORCA"), ("srtf", "SRTF"), ("fastserve", "FastServe"))
@@ -82,8 +88,6 @@ def rates(trace: str, effort: Effort) -> Figures:
     past, flooded = (
         _rows(cases, rate, reference, seeds) for rate in (PAST_KNEE * knees["vllm"], _TABLE_2[trace])
     )
-    few = replace(cases["vllm"], machine=Machine(capacity_blocks=Machine().capacity_blocks // 5 + 1))
-    few_rows = _rows({"vllm": few}, _TABLE_2[trace], reference, seeds)
     ours = knees["ecoserve"]
     figures: dict[str, float] = {}
     rivals = {"vllm": "vllm", "vllm_maximum": "orca maximum", "fastgen": "fastgen chunked", "orca": "orca"}
@@ -95,16 +99,7 @@ def rates(trace: str, effort: Effort) -> Figures:
             figures[f"slo_{name}{suffix}"] = max(_LEAST, mine["slo"]) / max(_LEAST, other["slo"])
             figures[f"jct_{name}{suffix}"] = mine["jct_s"] / other["jct_s"]
             figures[f"throughput_{name}{suffix}"] = mine["tokens_per_s"] / other["tokens_per_s"]
-    figures |= {
-        "oracle": knees["ecoserve oracle"] / ours,
-        "failures": past["ecoserve"]["alloc_failures"],
-        "failures_vllm": past["vllm"]["alloc_failures"],
-        "failures_vllm_fifth": few_rows["vllm"]["alloc_failures"],
-        "failures_vllm_table2": flooded["vllm"]["alloc_failures"],
-        "failures_vllm_each": flooded["vllm"]["evictions"] / requests,
-        "kvc": past["ecoserve"]["kvc_utilization"],
-        "kvc_profile": past["ecoserve_profile"]["kvc_utilization"],
-    }
+    figures |= {"oracle": knees["ecoserve oracle"] / ours, "failures": past["ecoserve"]["alloc_failures"]}
     against_today = {
         f"{kind}_{name}_{trace}{TODAY}": figures[f"{kind}_today"]
         for kind, name in product(("rate", "slo", "jct", "throughput"), ("vllm", "fastgen", "orca"))
@@ -162,7 +157,7 @@ def _drawn(
                 kind + suffix.replace("_", " "): {x: row[key] / tops[key] for x, row in by_value.items()}
                 for kind, key in _SHOWN.items()
             }
-            found |= points(f"ecoserve-fig12-{name}-{trace}", curves)
+            found |= points(f"{_FIG_12}{name}-{trace}", curves)
             if name in BEST:
                 least_s = min(row["jct_s"] for row in by_value.values())
                 found[f"best_{name}{suffix}_{trace}"] = by_value[BEST[name][trace]]["jct_s"] / least_s
@@ -175,34 +170,47 @@ def _drawn(
 def ablation(effort: Effort) -> Figures:
     """Add EcoServe's parts one by one, past vLLM's rate; return what each brings, a mean over the traces."""
     found: dict[str, float] = {}
-    ratios: dict[str, list[float]] = {}
+    ratios, shares = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for trace in effort.pick(tuple(_TABLE_2), ("sharegpt", "alpaca")):
         requests = round(effort.pick(600, 300) * _LENGTHS[trace])
-        peer = _case("vllm", trace, requests, effort)
-        reference = measure_reference(peer)
-        knee = answer_knee(
-            KneeQuestion("vllm", peer, reference.limit_s, reference.capacity_per_s, (effort.seed,))
-        )
         cases = {label: _case(label, trace, requests, effort) for label in ("vllm", "ecoserve_d", *_ADDED)}
-        cases["by profile"] = _case("ecoserve_profile", trace, requests, effort)
+        cases |= {"by profile": _case("ecoserve_profile", trace, requests, effort)}
+        peer, reference = cases["vllm"], measure_reference(cases["vllm"])
+        start, seeds = reference.capacity_per_s, (effort.seed,)
+        asked = [KneeQuestion(one, cases[one], reference.limit_s, start, seeds) for one in _SOUGHT]
+        knee, own_knee = sweep(answer_knee, asked)
+        longer = {one: replace(cases[one], requests=_LONGER * requests) for one in _COMPARED_LONG}
         for label, share in _SCHEDULING.items():
             cases[f"{label}, slow"] = replace(cases[label], machine=Machine(scheduling_share=share))
-        past, before = (
-            _rows(cases, factor * knee, reference, (effort.seed,)) for factor in (PAST_KNEE, _BEFORE_KNEE)
+        past, late = (
+            _rows(some, PAST_KNEE * rate, reference, seeds)
+            for some, rate in ((cases, knee), (longer, own_knee))
         )
         compared = {
             **{more: (past[more], past[less]) for less, more in pairwise(("ecoserve_d", *_ADDED))},
             "ecoserve_sd_slow": (past["ecoserve_sd, slow"], past["ecoserve_d, slow"]),
             "ecoserve_profile": (past["by profile"], past["ecoserve_sdo"]),
-            "ecoserve_profile_before": (before["by profile"], before["ecoserve_sdo"]),
+            "ecoserve_profile_longer": (late["by profile"], late["ecoserve_sdo"]),
         }
         for name, (more_row, less_row) in compared.items():
             for kind, key in (("jct", "jct_s"), ("throughput", "tokens_per_s")):
-                ratios.setdefault(f"{kind}_{name}", []).append(more_row[key] / less_row[key])
+                ratios[f"{kind}_{name}"].append(more_row[key] / less_row[key])
+        few = replace(peer, machine=Machine(capacity_blocks=Machine().capacity_blocks // 5 + 1))
+        flooded = _rows({"all": peer, "a fifth": few}, _TABLE_2[trace], reference, seeds)
+        for name, value in {
+            "failures_vllm": past["vllm"]["alloc_failures"],
+            "failures_vllm_table2": flooded["all"]["alloc_failures"],
+            "failures_vllm_fifth": flooded["a fifth"]["alloc_failures"],
+            "failures_vllm_each": flooded["a fifth"]["evictions"] / requests,
+            "kvc": past["ecoserve"]["kvc_utilization"],
+            "kvc_profile": past["by profile"]["kvc_utilization"],
+            "scheduling": past["ecoserve"]["planning_share"],
+        }.items():
+            shares[name].append(value)
         rows = {label: past[label] for label in ("vllm", "ecoserve_d", *_ADDED)}
         found |= points(f"ecoserve-fig11-{trace}", _of_vllm(rows))
-        ratios.setdefault("scheduling", []).append(past["ecoserve"]["planning_share"])
-    return found | {name: geometric_mean(values) for name, values in ratios.items()}
+    found |= {name: geometric_mean(values) for name, values in ratios.items()}
+    return found | {name: mean(values) for name, values in shares.items()}
 
 
 _EARLIER = f"a rate of {_BEFORE_KNEE} of vLLM's"
@@ -240,16 +248,9 @@ def _claims(trace: str) -> tuple[Claim, ...]:
     made.append(
         Claim(f"slo_scale_{trace}", f"{trace}: requests in an SLO of 2.5, of 0.5", "fig. 12a", (1.23, 1.23))
     )
-    of_vllm = (
-        (_ARRIVALS, "failures_vllm_table2"),
-        (f"{_ARRIVALS} and a fifth of the memory", "failures_vllm_fifth"),
-        (f"{_ARRIVALS}, each failure of a request counted", "failures_vllm_each"),
-    )
     limits = (
         ("oracle", "rate with true lengths", "§4", 1.08, Rule.MOST, ()),
         ("failures", "requests whose allocation fails", "table 1", 0.05, Rule.MOST, ()),
-        ("failures_vllm", "the same under vLLM", "fig. 1d", 0.74, Rule.LEAST, of_vllm),
-        ("kvc", "KV memory that is filled", "§2.2", 0.63, Rule.LEAST, ((_BY_PROFILE, "kvc_profile"),)),
         *(
             (f"fig1_{name}", f"throughput of {said}, of vLLM's", "fig. 1", 1, Rule.MOST, ())
             for name, said in _PAST
@@ -287,9 +288,7 @@ def _study(trace: str) -> Study:
             Picture(f"ecoserve-fig1e-{trace}", f"EcoServe, fig. 1e, {trace}", "", "share of KV"),
             Picture(f"ecoserve-fig10-{trace}", f"EcoServe, fig. 10, {trace}", "requests/s", "s per token"),
             *(
-                Picture(
-                    f"ecoserve-fig12-{name}-{trace}", f"EcoServe, fig. 12, {trace}", name, "of the largest"
-                )
+                Picture(f"{_FIG_12}{name}-{trace}", f"EcoServe, fig. 12, {trace}", name, "of the largest")
                 for name in sensitivity.VALUES
             ),
         ),
@@ -297,12 +296,10 @@ def _study(trace: str) -> Study:
 
 
 def _ablated() -> tuple[Claim, ...]:
+    longer = f"{_BY_PROFILE}, {PAST_KNEE} times the rate without it, {_LONGER} times as many requests"
     turns = {
         "ecoserve_sd": (("the scheduling times of §2.2", "_slow"),),
-        "ecoserve": (
-            (_BY_PROFILE, "_profile"),
-            (f"{_BY_PROFILE}, at {_BEFORE_KNEE} of vLLM's rate", "_profile_before"),
-        ),
+        "ecoserve": ((_BY_PROFILE, "_profile"), (longer, "_profile_longer")),
     }
     made = [
         Claim(
@@ -317,8 +314,19 @@ def _ablated() -> tuple[Claim, ...]:
             (("jct", "job completion time"), ("throughput", "throughput")), effects, strict=True
         )
     ]
-    shown = "scheduling time, of the steps'"
-    return (*made, Claim("scheduling", shown, "§2.3", (0.0214, 0.0214), Rule.MOST))
+    of_vllm = (
+        (_ARRIVALS, "failures_vllm_table2"),
+        (f"{_ARRIVALS} and a fifth of the memory", "failures_vllm_fifth"),
+        (f"{_ARRIVALS}, a fifth of the memory, each failure of a request counted", "failures_vllm_each"),
+    )
+    by_profile = ((_BY_PROFILE, "kvc_profile"),)
+    failing = "requests whose allocation fails under vLLM"
+    return (
+        *made,
+        Claim("scheduling", "scheduling time, of the steps'", "§2.3", (0.0214, 0.0214), Rule.MOST),
+        Claim("failures_vllm", failing, "fig. 1d", (0.74, 0.74), Rule.LEAST, turns=of_vllm),
+        Claim("kvc", "KV memory that is filled", "§2.2", (0.63, 0.63), Rule.LEAST, turns=by_profile),
+    )
 
 
 STUDIES = (
