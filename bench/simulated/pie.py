@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from services.worker.pie.core.sizes import expansion
-from sim.pie.cost import GH200, Form, Interconnect, PieModel
+from sim.pie.cost import GH200, Interconnect, PieModel
 from sim.pie.run import PieCase, PieSimulation
 from sim.pie.swap import SwapController
 from sim.pie.timeline import Pace, Timeline, block_stalls, outside_share
@@ -67,7 +67,6 @@ class Question:
     requests: int
     seed: int
     policy: str = "vllm"
-    form: Form = "layers"
     link: Interconnect = GH200
 
 
@@ -97,7 +96,6 @@ def answer(question: Question) -> Answer:
         MODELS[question.model],
         question.device_gb * GIGABYTE,
         question.fifo_layers,
-        form=question.form,
         policy=question.policy,
         link=question.link,
     )

@@ -1,25 +1,19 @@
-"""Cost of a step that swaps KV: the model's cost plus stalls of the paper's swap controller or of block
-copies.
+"""Cost of a step that swaps KV: the model's cost plus stalls of the paper's swap controller.
 
 A step's layers take equal times; a swap takes the bytes of the step's context over the link's bandwidth.
 Stalls come from running the controller at that ratio (`timeline.settle`). There are none if every layer is
 back in time, which a test compares with the controller. As in the paper, swapping a layer moves as many bytes
-out as in. In the blocks form, each block is copied out once.
+out as in.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
 
 from services.worker.core.costs import CostModel
 from services.worker.pie.core.expansion import Window
-from services.worker.pie.core.sizes import spare_blocks, swaps_in_blocks
 from sim.pie.timeline import Pace, Steady, settle
-
-Form = Literal["layers", "blocks"]
-"""Unit of offload: all blocks of some layers, as in the paper, or some blocks of all layers."""
 
 _COMPUTE_TICKS = 100
 _GRID = 1.05
@@ -84,9 +78,6 @@ class PieCost:
     model: PieModel
     link: Interconnect
     fifo_layers: int = 0
-    form: Form = "layers"
-    device_tokens: int = 0
-    """KV capacity over all layers without Pie, in tokens; used by the blocks form."""
     background_bytes_s: float = 0.0
     """Other traffic on the link, in each direction."""
     iterations: int = 0
@@ -107,34 +98,20 @@ class PieCost:
     def step_s(self, chunks: Sequence[tuple[int, int]], decodes: int, context_tokens: int) -> float:
         took_s = self.base.step_s(chunks, decodes, context_tokens)
         tokens = context_tokens + sum(end for _, end in chunks)
-        swap_s, found = (self._layers if self.form == "layers" else self._blocks)(tokens, took_s)
+        swap_s, found = self._swaps(tokens, took_s)
         self._add(took_s, found, decodes, swap_s)
         if not chunks:
             self._work_tokens += tokens
             self._work_s += took_s * (1 + found.stall_share)
         return took_s * (1 + found.stall_share)
 
-    def _layers(self, tokens: int, took_s: float) -> tuple[float, Steady]:
-        """Return swap time and stalls of the layers form: each swap moves the whole context of the step."""
+    def _swaps(self, tokens: int, took_s: float) -> tuple[float, Steady]:
+        """Return swap time and stalls: each swap moves the whole context of the step."""
         layers, moved = self.model.layers, tokens * self.model.token_layer_bytes
         swap_in_s = moved / max(self.link.to_device - self.background_bytes_s, 1.0)
         swap_out_s = moved / max(self.link.to_host - self.background_bytes_s, 1.0)
         found = steady(layers, self.fifo_layers, swap_in_s, swap_out_s, took_s / layers)
         return max(swap_in_s, swap_out_s), found
-
-    def _blocks(self, tokens: int, took_s: float) -> tuple[float, Steady]:
-        """Return swap time and stalls of the blocks form: offloaded context is copied in, layer by layer.
-        There are two buffers. A block already on the host is not copied out again."""
-        layers, swaps = self.model.layers, swaps_in_blocks(self.fifo_layers)
-        if not swaps:
-            return 0.0, Steady(0.0, 0.0, 0.0)
-        resident = self.device_tokens - spare_blocks(layers, self.fifo_layers, self.device_tokens)
-        moved = max(0, tokens - resident) * self.model.token_layer_bytes
-        layer_s = moved / max(self.link.to_device - self.background_bytes_s, 1.0)
-        compute_s = took_s / layers
-        late = max(0.0, layer_s / compute_s - 1) if compute_s else 0.0
-        found = Steady(late, 0.0 if late else 1.0, layers if moved else 0.0)
-        return layers * layer_s / swaps, found
 
     def _add(self, took_s: float, found: Steady, decodes: int, swap_s: float) -> None:
         self.iterations += 1

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from services.scheduler.policy.contract import PolicySettings, WorkerShape
 from services.worker.core.costs import find_cost
 from services.worker.pie.core.expansion import ExpansionController
-from services.worker.pie.core.sizes import most_fifo_layers, slot_blocks, swaps_in_blocks
-from sim.pie.cost import GH200, Form, Interconnect, PieCost, PieModel
+from services.worker.pie.core.sizes import most_fifo_layers, slot_blocks
+from sim.pie.cost import GH200, Interconnect, PieCost, PieModel
 from sim.predictors import find_predictor
 from sim.requests import SimRequest
 from sim.setup import Outcome, Setup
@@ -26,7 +26,6 @@ class PieCase:
     model: PieModel
     device_bytes: float
     fifo_layers: int | None = 0
-    form: Form = "layers"
     policy: str = "vllm"
     link: Interconnect = GH200
     block_tokens: int = 16
@@ -54,9 +53,8 @@ class PieSimulation(Simulation):
 
     def __init__(self, case: PieCase, requests: Sequence[SimRequest]) -> None:
         start = case.fifo_layers or 0
-        device_tokens = case.device_blocks * case.block_tokens
         base = find_cost(case.model.cost)
-        self.cost = PieCost(base, case.model, case.link, start, case.form, device_tokens)
+        self.cost = PieCost(base, case.model, case.link, start)
         settings = PolicySettings(
             max_batch_sequences=case.max_batch_sequences, token_budget=case.token_budget, start_tokens=1 << 30
         )
@@ -74,10 +72,8 @@ class PieSimulation(Simulation):
         """Stretches ended since the last change; plans made before it may still be running."""
         most = most_fifo_layers(case.model.layers)
         self._controller: ExpansionController | None = None
-        if case.fifo_layers is None and case.form == "layers":
+        if case.fifo_layers is None:
             self._controller = ExpansionController(case.model.layers, most)
-        elif case.fifo_layers is None:
-            self._controller = ExpansionController(case.model.layers, most, swaps=swaps_in_blocks)
 
     def finish(self) -> PieOutcome:
         """Run to the end and return the outcome."""
