@@ -68,6 +68,8 @@ TIGHT: Settings = {
 }
 """Two workers have about half of the memory that the requests need; one has less than the longest needs.
 Pie has little, so blocks are borrowed as well."""
+_FILLED: Settings = {"worker.kv_blocks": 1024, "worker.host_memory.mb": 320}
+"""With `--minutes`: KV memory that fills up in the first quarter, so that later growth is no first use."""
 LONG_TOKENS = 1300
 """Prompt tokens of the longest request; with its answer it exceeds the 1,440 tokens beside Pie's buffers."""
 _PROMPTS, _HANDED_OVER = (20, 80, 300), (600, 1500, 2400)
@@ -193,7 +195,7 @@ def run(context: Context) -> Outcome:
     settings = _tight(context.run_dir / "disk") if is_tight else {}
     settings = {**settings, "placement.roles": roles} if roles else settings
     if context.arguments.minutes:
-        settings = {**settings, "gateway.stored_responses": str(context.run_dir / "responses.db")}
+        settings = {**_FILLED, **settings, "gateway.stored_responses": str(context.run_dir / "responses.db")}
     with ExitStack() as running:
         disk = running.enter_context(bad_day.small_disk(context.run_dir / "small"))
         poisons = not is_tight and not roles  # Elsewhere no request is long enough.

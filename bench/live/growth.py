@@ -2,8 +2,7 @@
 
 Growth is the slope of a line through the second half of the samples; caches fill in the first. It is the
 steepest slope of any process; a restarted process counts as a new one. `grown_mb_most` is the most that any
-process has grown since the first quarter, without KV: its memory is taken as a whole at start,
-and touched when more requests than ever before run at once.
+process has grown since the first quarter.
 """
 
 import subprocess
@@ -17,11 +16,9 @@ import psutil
 from bench.kit.stacks import Stack
 from bench.kit.stats import slope
 
-KINDS = {"rss_mb": "MB", "kv_mb": "MB", "descriptors": "", "tasks": "", "blocks": ""}
+KINDS = {"rss_mb": "MB", "descriptors": "", "tasks": "", "blocks": ""}
 """Units by kind."""
 _HOUR_S = 3600.0
-_KV_BYTES = 1 << 30
-"""A mapping of so many bytes is KV memory."""
 _LEAST = 4
 """Least number of samples for a slope."""
 
@@ -45,10 +42,7 @@ class Growth:
         for name, pid in pids.items():
             try:
                 process = psutil.Process(pid)
-                kv = sum(one.rss for one in process.memory_maps(grouped=False) if one.size >= _KV_BYTES)
-                self.note("rss_mb", (name, pid), at_s, (process.memory_info().rss - kv) / 1e6)
-                if kv:
-                    self.note("kv_mb", (name, pid), at_s, kv / 1e6)
+                self.note("rss_mb", (name, pid), at_s, process.memory_info().rss / 1e6)
                 self.note("descriptors", (name, pid), at_s, process.num_fds())
             except psutil.NoSuchProcess:
                 continue
