@@ -193,7 +193,7 @@ def apart(seed: int) -> list[SimRequest]:
 
 
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))
-@pytest.mark.parametrize(("max_steps", "seed"), [(1, 0), (2, 1), (4, 2), (8, 0)])
+@pytest.mark.parametrize(("max_steps", "seed"), [(1, 0), (8, 1)])
 def test_the_simulator_plans_what_the_live_scheduler_plans(
     policy: str, max_steps: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

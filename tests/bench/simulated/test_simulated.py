@@ -53,7 +53,7 @@ def test_flags_that_leave_nothing_are_wrong(tmp_path: Path) -> None:
 
 
 def test_a_small_comparison(tmp_path: Path) -> None:
-    words = ["sim-ecoserve", "--quick", "--traces", "alpaca", "--requests", "40", "--processes", "1"]
+    words = ["sim-ecoserve", "--quick", "--traces", "alpaca", "--requests", "20", "--processes", "1"]
     words += ["--policies", "vllm", "ecoserve", "--out", str(tmp_path), "--json", str(tmp_path / "r.json")]
     assert main(words) == 0
     result = json.loads((tmp_path / "r.json").read_text())

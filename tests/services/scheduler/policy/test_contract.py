@@ -29,7 +29,7 @@ every_policy = pytest.mark.parametrize("name", sorted(BUILT_IN))
 
 
 @every_policy
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     jobs=jobs_of,
     policy_settings=settings_of,
