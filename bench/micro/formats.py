@@ -1,4 +1,4 @@
-"""`python -m bench formats`: what weights of fewer bits cost in perplexity, and in time of a step.
+"""`python -m bench formats`: what weights and KV of fewer bits cost in perplexity, and in time of a step.
 
 The text is these pages' decisions, which no model was trained on. Each chunk of it is a prompt of its own.
 `perplexity_NAME` is the perplexity over that of fp32, minus 1. Of a GGUF file fp32 are the values that its
@@ -8,6 +8,7 @@ blocks stand for. Times are CPU time of one thread: the least of several steps.
 import math
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from dataclasses import replace
 from time import thread_time
 
 import torch
@@ -25,7 +26,7 @@ from shared.messages.sequence import Sampling
 from shared.tokenizer_files import load_tokenizer
 
 _CHUNK, _BLOCK_TOKENS, _REPEATS = 512, 16, 8
-_FORMATS = ("fp32", "auto", "bf16", "int8", "int4")
+_FORMATS = ("fp32", "auto", "bf16", "int8", "int4", "kv_bf16")
 _BATCHES = (1, 8, 32)
 
 
@@ -61,22 +62,19 @@ def run(context: Context) -> Outcome:
                 (name, math.exp(losses[name]), f"{100 * more:+.2f} %", *times_ms, len(chunks[0]) / prompt_s)
             )
             progress.advance()
-    columns = (
-        "weights",
-        "perplexity",
-        "over fp32",
-        *(f"step ms, {batch}" for batch in _BATCHES),
-        "prompt tok/s",
-    )
+    of_batches = (f"step ms, {batch}" for batch in _BATCHES)
+    columns = ("format", "perplexity", "over fp32", *of_batches, "prompt tok/s")
     notes = [f"{sum(map(len, chunks))} tokens in chunks of {_CHUNK}; activations have 16 bits, or 8"]
-    return Outcome(figures, 0, [Table("weights of fewer bits", columns, rows)], notes)
+    return Outcome(figures, 0, [Table("fewer bits", columns, rows)], notes)
 
 
 _GREEDY = Sampling(seed=0, max_tokens=1, temperature=0.0)
 
 
 def _engine(model: str, weights: str) -> TorchEngine:
-    loaded = load(model, dtype="float32", device="cpu", weights=weights)
+    is_kv = weights == "kv_bf16"
+    loaded = load(model, dtype="float32", device="cpu", weights="fp32" if is_kv else weights)
+    loaded = replace(loaded, kv_dtype=torch.bfloat16 if is_kv else loaded.kv_dtype)
     return TorchEngine(loaded, kv_blocks=max(_BATCHES) * 8, block_tokens=_BLOCK_TOKENS, release=True)
 
 

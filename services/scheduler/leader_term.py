@@ -237,7 +237,9 @@ class Term:
 
     def _carry_out(self, found: list[effects.Effect], cell: Cell) -> None:
         """Carry out a core's effects in order, questions about lengths last."""
-        for effect in sorted(found, key=_is_prediction) if len(found) > 1 else found:
+        if len(found) > 1:
+            found = sorted(found, key=lambda effect: isinstance(effect, effects.AskPrediction))
+        for effect in found:
             self._report.note(effect)
             match effect:
                 case effects.SendPlan(worker_id, plan):
@@ -312,7 +314,3 @@ class Term:
                 ),
             )
             await asyncio.sleep(_ANNOUNCE_S)
-
-
-def _is_prediction(effect: effects.Effect) -> bool:
-    return isinstance(effect, effects.AskPrediction)

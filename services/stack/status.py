@@ -58,7 +58,10 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool, names: S
         say(console, json.dumps(whole, indent=1))
     else:
         if ALL in names:
-            rows = [_as_row(row) for row in process_rows(state, answers)]
+            rows = [
+                {"process": row.name, "state": row.state, "up": _ago(row.up_s), "": row.note}
+                for row in process_rows(state, answers)
+            ]
             console.print(_table("", list(rows[0]), [list(row.values()) for row in rows]))
         elif names:
             _show_details(console, [one for one in answers if {one.instance, one.service} & set(names)])
@@ -114,7 +117,7 @@ def _show_details(console: Console, answers: Sequence[ServiceStatus]) -> None:
         _print_rows(console, service, [{"instance": a.instance, **_scalars(a.details)} for a in same])
         for answer in same:
             for name, rows in answer.details.items():
-                if _is_table(rows):
+                if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
                     _print_rows(console, f"{answer.instance}: {name}", rows)
 
 
@@ -174,10 +177,6 @@ def _weight(service: str, answer: ServiceStatus | None) -> tuple[float, ...]:
     return (2.0, extras, used_share(said), said.get("sequences", 0))
 
 
-def _as_row(row: ProcessRow) -> dict[str, str]:
-    return {"process": row.name, "state": row.state, "up": _ago(row.up_s), "": row.note}
-
-
 def _summary(answer: ServiceStatus) -> str:
     """Return the key figures of an instance."""
     said = answer.details
@@ -203,10 +202,6 @@ def _worker_summary(said: Mapping[str, Any]) -> str:
     parts = [f"{said.get('sequences', 0)} running, KV {used}"]
     parts += [f"{said[key]} {word}" for key, word in _WORKER_EXTRAS.items() if said.get(key)]
     return ", ".join(parts)
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
 def _print_rows(console: Console, title: str, rows: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ import ctypes
 import gc
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ from services.worker.config import WorkerConfig
 from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
 from services.worker.engine.engine import TorchEngine, decode_cost, prefill_tokens_per_s, warm_up
 from services.worker.engine.grammar_masks import GrammarMasks
-from services.worker.engine.loading import fetch, load
+from services.worker.engine.loading import DTYPES, fetch, load
 from services.worker.engine.native.weights import discard
 from services.worker.engine.progress import LoadProgress
 from services.worker.peers.attention.shares import HALVES
@@ -54,6 +55,8 @@ def build(config: WorkerConfig, progress: LoadProgress | None = None) -> TorchEn
         attention=config.attention,
         progress=progress,
     )
+    if config.kv_dtype != "auto":
+        model = replace(model, kv_dtype=DTYPES[config.kv_dtype])
     block_bytes = model.block_bytes(config.block_tokens)
     kv_blocks = kv_capacity(config, block_bytes, lambda: free_bytes(config.device))
     least = least_blocks(config, len(model.layers))

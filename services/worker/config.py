@@ -77,6 +77,9 @@ class WorkerConfig(ModelServiceConfig):
     )
     kv_blocks: int = Field(default=0, ge=0, description="KV capacity in blocks instead")
     kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead of both")
+    kv_dtype: Literal["auto", "bfloat16"] = Field(
+        default="auto", description="of KV; bfloat16 beside dtype float32: half the bytes, on a CPU"
+    )
     host_memory: HostMemoryConfig = Field(
         default=HostMemoryConfig(), description="KV outside the device, by share"
     )
@@ -140,6 +143,7 @@ class WorkerConfig(ModelServiceConfig):
             "a GGUF file as model": is_gguf(self.model) and self.engine == "vllm",
             "weights": self.weights != "auto" and self.engine == "vllm",
             "attention": self.attention != "auto" and self.engine == "vllm",
+            "kv_dtype": self.kv_dtype != "auto",
             "states_every": self.states_every,
         }
         without = [name for name, is_set in wanted.items() if is_set]

@@ -167,11 +167,8 @@ def test_half_a_token_is_refused() -> None:
 
 
 def tree_of(error: type[KvasirError]) -> list[type[KvasirError]]:
-    return [error, *(f for c in error.__subclasses__() if _is_ours(c) for f in tree_of(c))]
-
-
-def _is_ours(error: type) -> bool:
-    return error.__module__ == errors.__name__
+    ours = [one for one in error.__subclasses__() if one.__module__ == errors.__name__]
+    return [error, *(found for one in ours for found in tree_of(one))]
 
 
 ALL = tree_of(KvasirError)

@@ -170,7 +170,8 @@ class MixedWorld(World):
         missing = balance.lacks(pool.borrowed_blocks, 0) if self.parts.lends else 0
         for other in self.loans:
             if missing and other != worker.name and self.workers[other].alive:
-                given = lend(self.loans[other].pool.own, min(missing, self._lendable(other)), 1, KEEP)
+                own = self.loans[other].pool.own
+                given = lend(own, min(missing, CAP - own.base.withdrawn_blocks), 1, KEEP)
                 loans.enter(other, given)
                 missing -= len(given)
         back = balance.spares(pool.borrowed_blocks, 0, self._wanted_back(loans))
@@ -181,9 +182,6 @@ class MixedWorld(World):
         if back:
             self._give_back(loans, pool.retire(back, cached=not home))
             balance.on_shrunk()
-
-    def _lendable(self, name: str) -> int:
-        return CAP - self.loans[name].pool.own.base.withdrawn_blocks
 
     def _wanted_back(self, loans: Loans) -> int:
         """By creditors that are short."""

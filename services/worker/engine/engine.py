@@ -35,7 +35,7 @@ from services.worker.pie.core.sizes import most_fifo_layers
 from services.worker.pie.settings import PieSettings
 from shared.blocks import fingerprint
 from shared.clock import Clock, monotonic_s
-from shared.errors import InternalError
+from shared.errors import ConfigError, InternalError
 from shared.messages.sequence import Sampling
 
 _NONE = array("q", [0])  # torch takes no empty buffer
@@ -75,7 +75,7 @@ class TorchEngine:
         self.q_heads = int(config.num_attention_heads)
         self._grammars = grammars
         self.weights = model.digest or model_digest(model.module)
-        layout, dtype = layout_name(model.layers), str(model.dtype)
+        layout, dtype = layout_name(model.layers), " ".join(map(str, {model.dtype: 0, model.kv_dtype: 0}))
         self.fingerprint = fingerprint(
             model=self.weights, dtype=dtype, layout=layout, block_tokens=block_tokens
         )
@@ -89,10 +89,10 @@ class TorchEngine:
             self.pie = assemble(
                 pie,
                 [
-                    BlockShape(each.kv_heads, each.head_dim, each.value_dim, block_tokens, model.dtype)
+                    BlockShape(each.kv_heads, each.head_dim, each.value_dim, block_tokens, model.kv_dtype)
                     for each in model.layers
                 ],
-                lambda blocks: make_pools(model.layers[0], blocks, block_tokens, model.dtype, model.device),
+                lambda count: make_pools(model.layers[0], count, block_tokens, model.kv_dtype, model.device),
                 open_stream,
                 device_blocks=kv_blocks,
                 host_bytes=pie_bytes,
@@ -105,12 +105,15 @@ class TorchEngine:
             model.layers,
             kv_blocks=kv_blocks,
             block_tokens=block_tokens,
-            dtype=model.dtype,
+            dtype=model.kv_dtype,
             device=model.device,
             mode=attention,
             threads=threads,
             resident=self._resident,
         )
+        if model.kv_dtype is not model.dtype and self.attention.library is None:
+            text = f"KV in {model.kv_dtype} beside {model.dtype} needs native attention: leave kv_dtype out"
+            raise ConfigError(text, param="kv_dtype")
         self.remote = self.attention.meter
         self.pools = self.attention.pools
         """K and V pools of each layer; see `engine.paged` for their shapes."""

@@ -71,6 +71,7 @@ class LoadedModel:
     """Number of token ids."""
     max_positions: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
     precision: Precision = AS_STORED
     digest: str = ""
@@ -79,7 +80,7 @@ class LoadedModel:
     def block_bytes(self, block_tokens: int) -> int:
         """Return the bytes of one KV block over all layers."""
         per_token = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in self.layers)
-        return per_token * block_tokens * self.dtype.itemsize
+        return per_token * block_tokens * self.kv_dtype.itemsize
 
 
 def native_obstacle(module: Any, library: Any) -> str:
@@ -222,7 +223,7 @@ def describe(module: Any) -> LoadedModel:
         text += f"{config.num_hidden_layers}; only decoders with attention in every layer are served"
         raise ConfigError(text, param="model")
     vocabulary, dtype = module.get_input_embeddings().num_embeddings, parameter.dtype
-    return LoadedModel(module, layers, vocabulary, _max_positions(config), dtype, parameter.device)
+    return LoadedModel(module, layers, vocabulary, _max_positions(config), dtype, dtype, parameter.device)
 
 
 def _max_positions(config: Any) -> int:

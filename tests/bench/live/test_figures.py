@@ -4,7 +4,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -349,15 +348,11 @@ def load_of(kind: str, percent: int, rate: float, seed: int, count: int = 150) -
     blank = Load(kind, percent, 0, at_s, 0.0, 0.0, asked, [])
     answers = replay(blank, TRUE, SETTING)
     steps = sum(meter.steps for meter in simulated(blank, TRUE, SETTING).meters)
-    prompts, tokens = (sum(values) for values in zip(*_sizes(answers), strict=True))
+    prompts, tokens = sum(one.prompt_tokens for one in answers), sum(one.output_tokens for one in answers)
     engine_s = steps * TRUE.step.fixed_s + prompts * TRUE.step.prefill_token_s + tokens * TRUE.step.sequence_s
     rest_s = steps * TRUE.rest.frame_s + tokens * TRUE.rest.token_s
     reports = [_step(number, dice) for number in range(1, steps + 1)]
     return Load(kind, percent, 0, at_s, engine_s, rest_s, answers, reports)
-
-
-def _sizes(answers: Sequence[SeenRequest]) -> list[tuple[int, int]]:
-    return [(one.prompt_tokens, one.output_tokens) for one in answers]
 
 
 def _step(number: int, dice: Random) -> Step:

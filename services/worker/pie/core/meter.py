@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
+from statistics import fmean, median
 
 from services.worker.pie.core.expansion import Window
 from shared.average import averaged
@@ -93,7 +93,7 @@ class SwapMeter:
             early_swap_ins=self._before[3] - early,
             used_blocks=self._used_blocks,
             capacity_blocks=capacity_blocks,
-            swap_s=max(_mean(times) for times in self._swap_s.values()),
+            swap_s=max(fmean(times or [0.0]) for times in self._swap_s.values()),
             steps_s=tuple(self._step_times),
             work_rate=median(self._work_rates) if self._work_rates else 0.0,
             fixed_share=fixed_share(self._decodes),
@@ -121,10 +121,6 @@ def fixed_share(steps: Iterable[tuple[int, float]]) -> float:
     middle, took_s = (few + many) / 2, (short_s + long_s) / 2
     per_token_s = max(0.0, (long_s - short_s) / (many - few))
     return max(0.0, 1 - per_token_s * middle / took_s) if took_s > 0 else 0.0
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 @dataclass(frozen=True, slots=True)

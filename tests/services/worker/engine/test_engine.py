@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,16 +53,20 @@ def test_greedy_tokens_are_those_of_generate(architecture: str, make_model: Mode
     assert [sequences.answer(index, 24) for index in everyone] == expected
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize(
+    ("temperature", "kv"), [(0, torch.float32), (1.3, torch.float32), (1, torch.bfloat16)]
+)
 def test_a_token_does_not_depend_on_what_else_is_in_the_batch(
-    temperature: float, make_model: ModelFactory
+    temperature: float, kv: torch.dtype, make_model: ModelFactory
 ) -> None:
     dice = random.Random(5)
     prompts = [[dice.randrange(VOCABULARY) for _ in range(length)] for length in (2, 9, 21, 40)]
     sampling = Sampling(seed=11, max_tokens=64, temperature=temperature, top_p=0.95, top_k=40)
     answers = []
     for together in (True, False):
-        engine = TorchEngine(describe(make_model("llama")), kv_blocks=128, block_tokens=BLOCK_TOKENS)
+        model = replace(describe(make_model("llama")), kv_dtype=kv)
+        engine = TorchEngine(model, kv_blocks=128, block_tokens=BLOCK_TOKENS)
+        assert engine.pools[0][0].dtype is kv
         sequences = Sequences(engine, BlockPool(128, BLOCK_TOKENS), prompts, sampling)
         groups = [[0, 1, 2, 3]] if together else [[0], [1], [2], [3]]
         for group in groups:

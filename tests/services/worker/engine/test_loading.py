@@ -140,6 +140,14 @@ def test_an_engines_fingerprint_covers_model_dtype_and_block_size() -> None:
     assert sizes[0].fingerprint != sizes[1].fingerprint and sizes[0].weights == sizes[1].weights
     half = TorchEngine(describe(new_model("llama").to(torch.bfloat16)), kv_blocks=2, block_tokens=4)
     assert half.fingerprint != sizes[0].fingerprint
+    model = describe(new_model("llama"))
+    short = replace(model, kv_dtype=torch.bfloat16)
+    assert 2 * short.block_bytes(4) == model.block_bytes(4)
+    assert TorchEngine(short, kv_blocks=2, block_tokens=4).fingerprint not in {
+        one.fingerprint for one in sizes
+    }
+    with pytest.raises(ConfigError, match="leave kv_dtype out"):
+        TorchEngine(short, kv_blocks=2, block_tokens=4, attention="torch")
 
 
 FP32 = "torch.float32"
