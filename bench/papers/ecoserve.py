@@ -275,8 +275,8 @@ def _claims(trace: str) -> tuple[Claim, ...]:
     ]
     for rival, ratio in (("vllm", 0.574), ("fastgen", 0.65)):
         said = f"{trace}: completion time of MultiRes, of {rival}'s"
-        turns = ("memory reserved", "orca_maximum"), (_RESERVED, "orca_longest")
-        tried = tuple((change, f"fig1_multires_{side}_{trace}") for change, side in turns)
+        sides = ("memory reserved", "orca_maximum"), (_RESERVED, "orca_longest")
+        tried = tuple((change, f"fig1_multires_{side}_{trace}") for change, side in sides)
         made.append(Claim(f"fig1_multires_{rival}_{trace}", said, "§2.2", (ratio, ratio), turns=tried))
     made.append(
         Claim(f"slo_scale_{trace}", f"{trace}: requests in an SLO of 2.5, of 0.5", "fig. 12a", (1.23, 1.23))
