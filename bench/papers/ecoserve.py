@@ -21,6 +21,7 @@ from bench.simulated.ecoserve.measures import (
     measure_reference,
 )
 from bench.simulated.ecoserve.sides import BEST, PolicySide, case_of
+from services.scheduler.policy.research.ecoserve.planner import EcoServeD
 from sim.case import Case, Machine
 from sim.sweep import sweep
 from sim.workloads import find_source
@@ -33,6 +34,7 @@ _TABLE_2 = {"sharegpt": 28.0, "alpaca": 36.0, "books": 1.2}
 _BEFORE_KNEE = 0.7
 _LONGER = 4
 """A run of so many times the requests comes closer to the paper's hours."""
+_WAITING = ("ecoserve_sd unbounded", "ecoserve_sdo unbounded")
 _SOUGHT, _COMPARED_LONG = ("vllm", "ecoserve_sdo"), ("by profile", "ecoserve_sdo")
 _LENGTHS = {"sharegpt": 1.0, "alpaca": 3.0, "books": 0.4}
 """Requests of a run, of sharegpt's: answers of alpaca are short, and its rates high."""
@@ -51,6 +53,10 @@ _SIDES = (
     "ecoserve_profile",
 )  # fmt: skip
 """Policy and variant: `maximum` drops ORCA's batch limit, so only its reserved memory differs from vLLM."""
+_UNBOUNDED, _LONGEST = ("maximum", "longest"), 4096
+"""`longest` also reserves for answers of so many tokens."""
+_OUTSIDE = {"ecoserve_sd": "UnboundedSD", "ecoserve_sdo": "UnboundedSDO"}
+"""Variant `unbounded`."""
 _FIG_12 = "ecoserve-fig12-"
 _FIGURE_10 = ("vllm", "fastgen chunked", "orca", "ecoserve")
 _SHOWN = {"completion time": "jct_s", "throughput": "tokens_per_s", "SLO": "slo"}
@@ -59,12 +65,31 @@ _KNOWN = ("orca maximum", "orca", "srtf oracle", "fastserve", "vllm", "fastgen c
 """The policies of figure 1; those that use lengths know them."""
 
 
+class UnboundedSD(EcoServeD):
+    """`ecoserve_sd` whose prompts take all that the first waiting generation leaves (decision 0070)."""
+
+    synced = True
+
+    def _leaves_room(self, blocks: int) -> bool:
+        head = self._ready.first()
+        return blocks + (0 if head is None else self._lacking_blocks(head)) <= self._table.free_blocks
+
+
+class UnboundedSDO(UnboundedSD):
+    """The same of `ecoserve_sdo`."""
+
+    ordered = True
+
+
 def _case(label: str, trace: str, requests: int, effort: Effort) -> Case:
     policy, _, option = label.partition(" ")
     known = "oracle" if option == "oracle" else _PREDICTOR if policy.startswith("ecoserve") else "none"
     side = PolicySide(label, policy, known, chunked_prefill=option == "chunked")
-    case = case_of(side, find_source(trace, data_folder()), Machine(), requests=requests, seed=effort.seed)
-    return replace(case, batch_sequences=Machine().max_batch_sequences) if option == "maximum" else case
+    source = find_source(trace, data_folder())
+    source = replace(source, max_tokens=_LONGEST) if option == "longest" else source
+    case = case_of(side, source, Machine(), requests=requests, seed=effort.seed)
+    case = replace(case, batch_sequences=Machine().max_batch_sequences) if option in _UNBOUNDED else case
+    return replace(case, policy=f"{__file__}:{_OUTSIDE[policy]}") if option == "unbounded" else case
 
 
 def _rows(
@@ -77,7 +102,8 @@ def _rows(
 def rates(trace: str, effort: Effort) -> Figures:
     """Search each side's sustained rate, then compare all at 1.2 times vLLM's and at the paper's arrivals."""
     requests = round(effort.pick(600, 200) * _LENGTHS[trace])
-    cases = {label: _case(label, trace, requests, effort) for label in _SIDES}
+    sides = (*_SIDES, *(("orca longest",) if trace == "books" else ()))
+    cases = {label: _case(label, trace, requests, effort) for label in sides}
     reference = measure_reference(cases["vllm"])
     seeds = tuple(range(effort.seed, effort.seed + effort.pick(2, 1)))
     asked = [
@@ -91,6 +117,7 @@ def rates(trace: str, effort: Effort) -> Figures:
     ours = knees["ecoserve"]
     figures: dict[str, float] = {}
     rivals = {"vllm": "vllm", "vllm_maximum": "orca maximum", "fastgen": "fastgen chunked", "orca": "orca"}
+    rivals |= {"vllm_longest": "orca longest"} if trace == "books" else {}
     for name, rival in (*rivals.items(), ("today", "vllm chunked")):
         figures |= {f"rate_{name}": ours / knees[rival]}
         figures |= {f"rate_{name}_profile": knees["ecoserve_profile"] / knees[rival]}
@@ -121,15 +148,16 @@ def _figure1(
     trace: str, requests: int, effort: Effort, reference: Reference, seeds: tuple[int, ...]
 ) -> dict[str, float]:
     """Compare the schedulers of figure 1 at the arrivals of table 2, with known lengths."""
-    cases = {label: _case(label, trace, requests, effort) for label in _KNOWN}
+    cases = {label: _case(label, trace, requests, effort) for label in (*_KNOWN, "orca longest")}
     rows = _rows(cases, _TABLE_2[trace], reference, seeds)
-    used = {"KV filled": {label: row["kvc_utilization"] for label, row in rows.items()}}
-    found = points(f"ecoserve-fig1-{trace}", _of_vllm(rows)) | points(f"ecoserve-fig1e-{trace}", used)
+    shown = {label: rows[label] for label in _KNOWN}
+    used = {"KV filled": {label: row["kvc_utilization"] for label, row in shown.items()}}
+    found = points(f"ecoserve-fig1-{trace}", _of_vllm(shown)) | points(f"ecoserve-fig1e-{trace}", used)
     for label in ("orca", "srtf oracle", "fastserve"):
         ratio = rows[label]["tokens_per_s"] / rows["vllm"]["tokens_per_s"]
         found[f"fig1_{label.partition(' ')[0]}_{trace}"] = ratio
-    for label in ("vllm", "fastgen chunked", "orca maximum"):
-        name = f"fig1_multires_{label.partition(' ')[0]}_{trace}"
+    for label in ("vllm", "fastgen chunked", "orca maximum", "orca longest"):
+        name = f"fig1_multires_{label.replace(' ', '_').removesuffix('_chunked')}_{trace}"
         found[name] = rows["multires oracle"]["jct_s"] / rows[label]["jct_s"]
     return found
 
@@ -180,6 +208,7 @@ def ablation(effort: Effort) -> Figures:
         asked = [KneeQuestion(one, cases[one], reference.limit_s, start, seeds) for one in _SOUGHT]
         knee, own_knee = sweep(answer_knee, asked)
         longer = {one: replace(cases[one], requests=_LONGER * requests) for one in _COMPARED_LONG}
+        cases |= {one: _case(one, trace, requests, effort) for one in _WAITING}
         for label, share in _SCHEDULING.items():
             cases[f"{label}, slow"] = replace(cases[label], machine=Machine(scheduling_share=share))
         past, late = (
@@ -189,6 +218,7 @@ def ablation(effort: Effort) -> Figures:
         compared = {
             **{more: (past[more], past[less]) for less, more in pairwise(("ecoserve_d", *_ADDED))},
             "ecoserve_sd_slow": (past["ecoserve_sd, slow"], past["ecoserve_d, slow"]),
+            "ecoserve_sdo_unbounded": (past[_WAITING[1]], past[_WAITING[0]]),
             "ecoserve_profile": (past["by profile"], past["ecoserve_sdo"]),
             "ecoserve_profile_longer": (late["by profile"], late["ecoserve_sdo"]),
         }
@@ -215,6 +245,7 @@ def ablation(effort: Effort) -> Figures:
 
 _EARLIER = f"a rate of {_BEFORE_KNEE} of vLLM's"
 _TODAY, _ARRIVALS, _BY_PROFILE = "vLLM", "the arrivals of table 2", "answers admitted by profile"
+_RESERVED = f"memory reserved for answers of {_LONGEST} tokens"
 
 
 def _turns(figure: str, trace: str) -> tuple[tuple[str, str], ...]:
@@ -224,7 +255,8 @@ def _turns(figure: str, trace: str) -> tuple[tuple[str, str], ...]:
     orca = ("memory reserved, batches of 8", f"{kind}_orca_{trace}")
     second = f"{figure}_profile_{trace}" if kind == "rate" else f"{figure}_table2_{trace}"
     change = _BY_PROFILE if kind == "rate" else _ARRIVALS
-    return (() if figure.endswith("orca") else (maximum, orca)) + ((change, second),)
+    longest = ((_RESERVED, f"{kind}_vllm_longest_{trace}"),) if trace == "books" else ()
+    return (() if figure.endswith("orca") else (maximum, orca)) + ((change, second), *longest)
 
 
 def _claims(trace: str) -> tuple[Claim, ...]:
@@ -243,8 +275,9 @@ def _claims(trace: str) -> tuple[Claim, ...]:
     ]
     for rival, ratio in (("vllm", 0.574), ("fastgen", 0.65)):
         said = f"{trace}: completion time of MultiRes, of {rival}'s"
-        name, turn = f"fig1_multires_{rival}_{trace}", ("memory reserved", f"fig1_multires_orca_{trace}")
-        made.append(Claim(name, said, "§2.2", (ratio, ratio), turns=(turn,)))
+        sides = ("memory reserved", "orca_maximum"), (_RESERVED, "orca_longest")
+        tried = tuple((change, f"fig1_multires_{side}_{trace}") for change, side in sides)
+        made.append(Claim(f"fig1_multires_{rival}_{trace}", said, "§2.2", (ratio, ratio), turns=tried))
     made.append(
         Claim(f"slo_scale_{trace}", f"{trace}: requests in an SLO of 2.5, of 0.5", "fig. 12a", (1.23, 1.23))
     )
@@ -299,6 +332,7 @@ def _ablated() -> tuple[Claim, ...]:
     longer = f"{_BY_PROFILE}, {PAST_KNEE} times the rate without it, {_LONGER} times as many requests"
     turns = {
         "ecoserve_sd": (("the scheduling times of §2.2", "_slow"),),
+        "ecoserve_sdo": (("prompts that take all that the first waiting answer leaves", "_unbounded"),),
         "ecoserve": ((_BY_PROFILE, "_profile"), (longer, "_profile_longer")),
     }
     made = [
