@@ -69,7 +69,7 @@ TIGHT: Settings = {
 """Two workers have about half of the memory that the requests need; one has less than the longest needs.
 Pie has little, so blocks are borrowed as well."""
 _FILLED: Settings = {"worker.kv_blocks": 1024, "worker.host_memory.mb": 320}
-"""With `--minutes`: KV memory that fills up in the first quarter, so that later growth is no first use."""
+"""With `--minutes`: little KV memory, since its first use counts as growth."""
 LONG_TOKENS = 1300
 """Prompt tokens of the longest request; with its answer it exceeds the 1,440 tokens beside Pie's buffers."""
 _PROMPTS, _HANDED_OVER = (20, 80, 300), (600, 1500, 2400)

@@ -53,10 +53,10 @@ _SIDES = (
     "ecoserve_profile",
 )  # fmt: skip
 """Policy and variant: `maximum` drops ORCA's batch limit, so only its reserved memory differs from vLLM."""
-_UNBOUNDED, _LONGEST = ("maximum", "longest"), 4096
-"""`longest` also reserves for answers of so many tokens."""
+_ANY_BATCH, _LONGEST = ("maximum", "longest"), 4096
+"""ORCA's variants without its batch limit; `longest` also reserves for answers of so many tokens."""
 _OUTSIDE = {"ecoserve_sd": "UnboundedSD", "ecoserve_sdo": "UnboundedSDO"}
-"""Variant `unbounded`."""
+"""Classes below of variant `unbounded`."""
 _FIG_12 = "ecoserve-fig12-"
 _FIGURE_10 = ("vllm", "fastgen chunked", "orca", "ecoserve")
 _SHOWN = {"completion time": "jct_s", "throughput": "tokens_per_s", "SLO": "slo"}
@@ -88,7 +88,7 @@ def _case(label: str, trace: str, requests: int, effort: Effort) -> Case:
     source = find_source(trace, data_folder())
     source = replace(source, max_tokens=_LONGEST) if option == "longest" else source
     case = case_of(side, source, Machine(), requests=requests, seed=effort.seed)
-    case = replace(case, batch_sequences=Machine().max_batch_sequences) if option in _UNBOUNDED else case
+    case = replace(case, batch_sequences=Machine().max_batch_sequences) if option in _ANY_BATCH else case
     return replace(case, policy=f"{__file__}:{_OUTSIDE[policy]}") if option == "unbounded" else case
 
 

@@ -75,9 +75,9 @@ class TorchEngine:
         self.q_heads = int(config.num_attention_heads)
         self._grammars = grammars
         self.weights = model.digest or model_digest(model.module)
-        layout, dtype = layout_name(model.layers), " ".join(map(str, {model.dtype: 0, model.kv_dtype: 0}))
+        dtype = " ".join(map(str, dict.fromkeys((model.dtype, model.kv_dtype))))
         self.fingerprint = fingerprint(
-            model=self.weights, dtype=dtype, layout=layout, block_tokens=block_tokens
+            model=self.weights, dtype=dtype, layout=layout_name(model.layers), block_tokens=block_tokens
         )
         self.kv_blocks = kv_blocks
         """Number of blocks at the start; with Pie the pool of `make_pool` grows and shrinks."""
