@@ -11,7 +11,7 @@ from bench.live.prefix import live
 from bench.live.prefix.live import TIERS
 from bench.live.prefix.workloads import Templates
 from bench.papers.claims import Claim, Effort, Figures, Picture, Rule, Study, points
-from bench.simulated.prefix import PRESETS, Chain, Replayed, Sizes, generate, replay
+from bench.simulated.prefix import Chain, Conversations, Replayed, Sizes, generate, replay
 from services.worker.core.costs import find_cost
 from shared.blocks import HASH_BYTES
 
@@ -84,7 +84,7 @@ def templates(effort: Effort) -> Figures:
 
 def chats(effort: Effort) -> Figures:
     """Replay chats with the system prompt as the only prefix, as in the paper, and with whole histories."""
-    shape = PRESETS["chats"]
+    shape = Conversations()
     chains = generate(shape, effort.pick(4000, 400), Random(effort.seed))
     only = [chain[: shape.system_blocks] for chain in chains]
     asked = sum(map(len, chains))

@@ -11,7 +11,7 @@ from services.worker.pie.core.sizes import expansion
 from sim.pie.cost import GH200, Interconnect, PieModel
 from sim.pie.run import PieCase, PieSimulation
 from sim.pie.swap import SwapController
-from sim.pie.timeline import Pace, Timeline, block_stalls, outside_share
+from sim.pie.timeline import Pace, Timeline
 from sim.requests import SimRequest
 from sim.summary import summarize
 from sim.workloads import Source, poisson_requests
@@ -20,8 +20,7 @@ _LAYERS, _PACE, _TOKENS = 9, Pace(compute=1, swap_in=2, swap_out=2), 20
 
 
 def figure4() -> dict[str, float]:
-    """Return figure 4: seven slots, and six, which stall. Also the blocks form with the same device bytes,
-    and the layers copied in per token in both forms."""
+    """Return figure 4: seven slots, and six, which stall; and the layers copied in per token."""
     seven, six = (Timeline(SwapController(_LAYERS, fifo_layers), _PACE) for fifo_layers in (4, 5))
     seven.run(_TOKENS)
     six.run(_TOKENS)
@@ -31,13 +30,6 @@ def figure4() -> dict[str, float]:
         "fig4_fifo_layer_times": sum(seven.fifo_ticks) / len(seven.fifo_ticks),
         "fig4_stalls_six_slots": sum(six.stalls) / _TOKENS,
         "fig4_layers_in": float(seven.controller.swap_ins) / _TOKENS,
-        "fig4_blocks_stalls": float(
-            sum(block_stalls(_LAYERS, _PACE, outside_share(_LAYERS, 4), _TOKENS)[1:])
-        ),
-        "fig4_blocks_stalls_six_slots": float(
-            sum(block_stalls(_LAYERS, _PACE, outside_share(_LAYERS, 5), _TOKENS)[1:]) / _TOKENS
-        ),
-        "fig4_blocks_layers_in": float(_LAYERS * outside_share(_LAYERS, 4)),
     }
 
 

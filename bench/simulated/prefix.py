@@ -67,11 +67,7 @@ class Conversations:
     think: tuple[float, float] = (400.0, 1.0)
 
 
-PRESETS = {
-    "chats": Conversations(),
-    "long-chats": Conversations(100, 4, 0.1, 12.0, (8.0, 1.2), (3.0, 1.2), (100.0, 1.0)),
-}
-"""`long-chats` has more turns at shorter intervals, and few single-turn conversations."""
+CHATS = "chats"
 
 
 def generate(shape: Conversations, requests: int, seed: random.Random) -> list[Chain]:
@@ -320,11 +316,9 @@ def load_trace(context: Context) -> Trace:
     """Return the requested trace. Raises ConfigError if it is missing or invalid."""
     wanted: str = context.arguments.trace
     most = _QUICK_REQUESTS if context.quick else _REQUESTS
-    if wanted in PRESETS:
-        return Trace(wanted, generate(PRESETS[wanted], most, context.random(wanted)))
     file = find(MOONCAKE) if wanted in ("auto", "mooncake") else Path(wanted)
-    if file is None and wanted == "auto":
-        return Trace("chats", generate(PRESETS["chats"], most, context.random("chats")))
+    if wanted == CHATS or (file is None and wanted == "auto"):
+        return Trace(CHATS, generate(Conversations(), most, context.random(CHATS)))
     if file is None or not file.is_file():
         raise ConfigError(f"there is no trace {wanted}: `python -m bench data`, or --trace chats")
     try:

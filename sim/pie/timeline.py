@@ -5,10 +5,8 @@ transfers, then the next layer's start. Source: papers/004 figure 4.
 """
 
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 from services.worker.pie.core.meter import Direction
-from services.worker.pie.core.sizes import device_slots
 from sim.pie.swap import SwapController, SwapTransfer
 
 
@@ -75,30 +73,6 @@ class Timeline:
             )
             if not is_in:
                 self._left[transfer.layer] = self.now
-
-
-def block_stalls(layers: int, pace: Pace, outside: Fraction, tokens: int) -> list[Fraction]:
-    """Return the stall of each token, in ticks, if a share `outside` of every layer's blocks is offloaded.
-
-    Layers are copied in one after the other into two buffers; a copy needs the buffer of the layer before
-    last. Blocks already on the host are not copied out again.
-    """
-    stalls = [Fraction(0)] * tokens
-    ended = [Fraction(0), Fraction(0)]
-    """End times of the last two layers, older first."""
-    link_free = Fraction(0)
-    for at in range(tokens * layers):
-        link_free = max(link_free, ended[0]) + pace.swap_in * outside
-        started = max(link_free, ended[1])
-        stalls[at // layers] += started - ended[1]
-        ended = [ended[1], started + pace.compute]
-    return stalls
-
-
-def outside_share(layers: int, fifo_layers: int) -> Fraction:
-    """Return the share of a layer's blocks that the blocks form offloads for the same capacity."""
-    slots = device_slots(layers, fifo_layers)
-    return Fraction(layers - slots, max(1, layers - 2))
 
 
 @dataclass(frozen=True, slots=True)

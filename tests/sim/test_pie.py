@@ -1,7 +1,6 @@
 """Pie: the cost of a step agrees with the controller it stands for; figure 4 of its paper; whatever order."""
 
 import random
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from services.worker.pie.core.sizes import expansion, higher, lower, most_fifo_l
 from sim.pie.cost import PieModel, is_in_time, steady
 from sim.pie.run import PieCase, PieSimulation
 from sim.pie.swap import SlotMove, SwapController, SwapTransfer
-from sim.pie.timeline import Pace, Timeline, block_stalls, outside_share, settle
+from sim.pie.timeline import Pace, Timeline, settle
 from sim.requests import SimRequest
 
 MODEL = PieModel("opt-13b", "opt-13b-h100", 40, 2 * 5120 * 2)
@@ -29,17 +28,6 @@ def test_where_it_says_in_time_the_controller_never_waits(fifo_layers: int, swap
         assert abs(steady(40, fifo_layers, swap, swap, 10).early_share - found.early_share) < 0.15
     else:
         assert steady(40, fifo_layers, swap, swap, 10).early_share < 0.35
-
-
-@pytest.mark.parametrize("fifo_layers", [3, 5, 8])
-@pytest.mark.parametrize("swap", [3, 7, 15, 21])
-def test_blocks_wait_where_a_layers_part_takes_longer_than_its_work(fifo_layers: int, swap: int) -> None:
-    """And then for so long, once both buffers are full: what `PieCost` says of a step."""
-    outside = outside_share(10, fifo_layers)
-    stalls = block_stalls(10, Pace(10, swap, swap), outside, 5)
-    late = max(Fraction(0), swap * outside - 10)
-    assert stalls[2:] == [10 * late] * 3
-    assert stalls[0] >= swap * outside, "the first has to be brought in"
 
 
 def requests(count: int = 120) -> list[SimRequest]:

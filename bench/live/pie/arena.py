@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from bench.kit.context import Context
 from bench.kit.models import TINY_CHAT, checkpoint
@@ -28,7 +28,7 @@ class Pace:
     narrow_answers: int
 
 
-FULL = Pace(8, 8.0, 8.0, 8.0, 60.0, 20.0, 24, 60, 6)
+FULL = Pace(8, 8.0, 8.0, 8.0, 180.0, 20.0, 24, 60, 6)
 QUICK = Pace(1, 1.5, 0.3, 0.6, 3.0, 2.0, 2, 8, 4)
 
 
@@ -40,11 +40,12 @@ class Arena:
         self.context = context
         name = flags.model or (str(TINY_CHAT) if context.quick else "random-50m")
         model = checkpoint(name)
-        self.workload = Workload(name, context.seed, flags.trace)
+        self.workload = Workload(name, context.seed)
         self.mean_tokens = self.workload.mean_tokens()
         blocks = int(flags.fits * self.mean_tokens // BLOCK_TOKENS)
         self.pace = QUICK if context.quick else FULL
         self.ground = Ground(model, blocks, flags.bandwidth, flags.clients, ramp_s=self.pace.ramp_s)
+        self.ground = replace(self.ground, least_step_s=flags.step_ms / 1e3)
 
     @contextmanager
     def sides(

@@ -8,7 +8,6 @@ traffic for a while.
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -34,13 +33,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--fits", type=int, default=8, metavar="N", help="KV for so many mean requests [%(default)s]")
     add("--bandwidth", type=float, default=3e9, metavar="B", help="of the link, bytes/s [%(default)g]")
     add("--clients", type=int, default=48, metavar="N", help="who ask at the same time [%(default)s]")
+    add("--step-ms", type=float, default=0.0, metavar="MS", help="least time of a step [%(default)g]")
     add("--turns", type=int, metavar="N", help="of each side in `room` [8, quick: 1]")
     add("--lengths", type=int, nargs="+", metavar="Q", help="fixed queues in `room`, instead of a search")
-    add("--trace", type=Path, help="JSONL rows with `prompt` and `response`")
 
 
 def run(context: Context) -> Outcome:
-    """Run the bench. Raises ConfigError for unknown models or unreadable traces."""
+    """Run the bench. Raises ConfigError for unknown models."""
     torch.set_num_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     arena = Arena(context)

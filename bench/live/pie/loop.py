@@ -7,6 +7,7 @@ clients is fixed; each sends its next request when an answer ends.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from time import sleep
 
 import msgspec
 
@@ -86,8 +87,10 @@ class Loop:
         store: KvStore | None = None,
         clock: Clock = monotonic_s,
         ramp_s: float = 0.0,
+        least_step_s: float = 0.0,
     ) -> None:
-        """`ramp_s` is the time within which clients join one after the other."""
+        """`ramp_s` is the time within which clients join one after the other. A step is drawn out to
+        `least_step_s`, as on a device where it costs its weights."""
         self.engine = engine
         self.answers: list[Answered] = []
         self.tokens = self.steps = self.batch_sum = self.resyncs = 0
@@ -108,7 +111,7 @@ class Loop:
             plan_grace_s=_EVER_S,
         )
         self._scheduler = SchedulerCore(rules, find_policy(policy), 1, 0.0)
-        self._clients, self._ramp_s = clients, ramp_s
+        self._clients, self._ramp_s, self._least_step_s = clients, ramp_s, least_step_s
 
     @property
     def now_s(self) -> float:
@@ -167,6 +170,7 @@ class Loop:
             return
         began_s = self._clock()
         sampled = self.engine.step([row_of(item) for item in work.items])
+        sleep(max(0.0, began_s + self._least_step_s - self._clock()))
         step_s = self._clock() - began_s
         self.steps += 1
         self.batch_sum += len(work.items)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.kit.plots import Chart, draw_lines
-from bench.kit.stats import Ratio, Work, order_of, ratio_of, ratio_of_wholes, with_interval
+from bench.kit.stats import Work, order_of, ratio_of_wholes, with_interval
 from bench.live.pie.sides import EngineSide
 
 
@@ -100,18 +100,9 @@ def _measured(side: EngineSide, go: Callable[[], None]) -> Slice:
     )
 
 
-def compared(ours: SideResult, theirs: SideResult) -> Ratio:
-    """Return the ratio of throughputs within each round."""
-    return ratio_of(
-        [each.tokens_per_s for each in ours.slices], [each.tokens_per_s for each in theirs.slices]
-    )
-
-
 def spread(name: str, ours: SideResult, theirs: SideResult) -> dict[str, float]:
-    """Return the overall ratio with its 95 % interval, and the median and worst round."""
-    found = compared(ours, theirs)
-    whole = with_interval(name, ours.work, theirs.work, ratio_of_wholes)
-    return whole | {f"{name}_median": found.median, f"{name}_worst": found.worst}
+    """Return the overall ratio of throughputs with its 95 % interval."""
+    return with_interval(name, ours.work, theirs.work, ratio_of_wholes)
 
 
 def waiting(
@@ -193,11 +184,7 @@ def reaction_figures(reaction: Reaction) -> dict[str, float]:
     return {
         "reaction_down_s": _settled_s(reaction.during(began_s, ended_s), _length(under)) - began_s,
         "reaction_up_s": _settled_s(reaction.during(ended_s, last_s), _length(after)) - ended_s,
-        "reaction_layers_before": _length(before),
-        "reaction_layers_under": _length(under),
-        "reaction_layers_after": _length(after),
         "reaction_tok_s_under": _rate(under) / _rate(before),
-        "reaction_tok_s_after": _rate(after) / _rate(before),
         "reaction_stall_under": statistics.fmean(each.stall_share for each in under),
     }
 

@@ -4,17 +4,16 @@
 `swap` uses the prefix cache's host tier, block by block, at the link's speed, in the engine's time.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import islice
 from pathlib import Path
 from random import Random
 from statistics import fmean
 
 from bench.kit.models import RANDOM_SHAPES, TINY_CHAT
 from bench.live.pie.loop import Loop, Request
-from models.train_tiny_chat.chat import END, Chat, ask
+from models.train_tiny_chat.chat import END, Chat
 from models.train_tiny_chat.stories import story_chat
 from models.train_tiny_chat.templates import template_chat
 from services.predictor.samples import load_tokenizer
@@ -26,7 +25,6 @@ from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine
 from services.worker.pie.core.sizes import slot_blocks
 from services.worker.pie.settings import PieSettings
-from shared.errors import ConfigError
 
 _STORY_SHARE = 0.6
 MOST_TOKENS = 256
@@ -37,14 +35,11 @@ _LEAST_TOKENS = 8
 class Workload:
     """Endless requests, the same for every side in the same order."""
 
-    def __init__(self, model: str, seed: int, trace: Path | None = None) -> None:
-        """`trace` has JSONL rows with `prompt` and `response`, instead of random chats. Raises
-        ConfigError."""
+    def __init__(self, model: str, seed: int) -> None:
         self._seed = seed
         self._tokenizer = load_tokenizer(TINY_CHAT)
         self._end = self._encode(END)
         self._is_random = Path(model).name in RANDOM_SHAPES
-        self._chats = None if trace is None else _read(trace)
 
     def requests(self, spread: int = 0) -> Iterator[Request]:
         """Yield requests from the start. The first `spread`, which start together, end early at random."""
@@ -54,8 +49,7 @@ class Workload:
             yield replace(request, max_tokens=max(1, int(share * request.max_tokens)))
 
     def _whole(self) -> Iterator[Request]:
-        chats = _drawn(Random(f"pie/{self._seed}")) if self._chats is None else cycle(self._chats)
-        for chat in chats:
+        for chat in _drawn(Random(f"pie/{self._seed}")):
             prompt, length = self._encode(chat.prompt()), len(self._encode(chat.answer() + END))
             if self._is_random:
                 yield Request(prompt, max(_LEAST_TOKENS, min(length, MOST_TOKENS)))
@@ -64,9 +58,8 @@ class Workload:
 
     def mean_tokens(self, requests: int = 200) -> float:
         """Return the mean tokens of prompt and answer in the texts."""
-        drawn = _drawn(Random(f"pie/{self._seed}")) if self._chats is None else cycle(self._chats)
         total = 0
-        for _, chat in zip(range(requests), drawn, strict=False):
+        for chat in islice(_drawn(Random(f"pie/{self._seed}")), requests):
             total += len(self._encode(chat.prompt()))
             total += min(MOST_TOKENS, len(self._encode(chat.answer() + END)))
         return total / requests
@@ -80,23 +73,12 @@ def _drawn(draw: Random) -> Iterator[Chat]:
         yield story_chat(draw) if draw.random() < _STORY_SHARE else template_chat(draw)
 
 
-def _read(trace: Path) -> list[Chat]:
-    try:
-        rows = [json.loads(line) for line in trace.read_text("utf-8").splitlines() if line.strip()]
-        chats = [ask("trace", str(row["prompt"]), str(row["response"])) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{trace.name}: {error!r}; each row needs `prompt` and `response`", param="trace"
-        ) from error
-    if not chats:
-        raise ConfigError(f"{trace.name} has no rows", param="trace")
-    return chats
-
-
 BLOCK_TOKENS = 16
 HOST_MB = 2048
 MOST_SEQUENCES = 64
 _LONGEST_S = 120.0
+_STILL_WINDOWS = 8
+"""As many as a raise is judged for, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +116,7 @@ class Ground:
     window_iterations: int = 32
     ramp_s: float = 0.0
     """Time within which the clients join one after the other."""
+    least_step_s: float = 0.0
 
 
 class EngineSide:
@@ -141,6 +124,7 @@ class EngineSide:
 
     def __init__(self, kind: Kind, ground: Ground, requests: Iterator[Request]) -> None:
         self.kind, self.clients = kind, ground.clients
+        self._window_iterations = ground.window_iterations
         self.engine = _engine(kind, ground)
         self._store = _store(self.engine, ground) if kind.is_swapping else None
         settings = PolicySettings(max_batch_sequences=MOST_SEQUENCES, max_steps=1)
@@ -151,6 +135,7 @@ class EngineSide:
             settings=settings,
             store=self._store,
             ramp_s=ground.ramp_s,
+            least_step_s=ground.least_step_s,
         )
 
     @property
@@ -168,14 +153,19 @@ class EngineSide:
     def settle(self, still_s: float, most_s: float, answers: float = 2.0) -> None:
         """Run until the queue kept its length for `still_s`, then for `answers` mean answer durations.
 
-        The same for every side; the first part takes at most `most_s`.
+        A length that is searched for has to be kept for `_STILL_WINDOWS`, too. The first part takes at most
+        `most_s`.
         """
         ends_s, look_s = self.loop.ran_s + most_s, min(1.0, still_s / 4)
         length, since_s = self.fifo_layers, self.loop.ran_s
-        while self.loop.ran_s < min(ends_s, since_s + still_s):
+        iterations = 0 if self.kind.fifo_layers is not None else _STILL_WINDOWS * self._window_iterations
+        since = self.loop.steps
+        while self.loop.ran_s < ends_s and (
+            self.loop.ran_s < since_s + still_s or self.loop.steps < since + iterations
+        ):
             self.loop.run(look_s)
             if self.fifo_layers != length:
-                length, since_s = self.fifo_layers, self.loop.ran_s
+                length, since_s, since = self.fifo_layers, self.loop.ran_s, self.loop.steps
         self.loop.run(answers * self.mean_answer_s)
 
     @property

@@ -8,14 +8,12 @@ from bench.kit.outcome import Outcome, joined
 from bench.live.prefix import live
 from bench.live.prefix.live import TIERS
 from bench.simulated import prefix
-from bench.simulated.prefix import PRESETS
 from shared.errors import ConfigError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    generated = ", ".join(PRESETS)
-    traces = f"a file as mooncake's, mooncake, or generated: {generated}; auto: mooncake's, else chats"
+    traces = "a file as mooncake's, mooncake, or chats (generated); auto: mooncake's, else chats"
     add("--trace", default="auto", help=f"{traces} [%(default)s]")
     add("--sizes", nargs="+", type=int, metavar="BLOCKS", help="of the cache, in one tier")
     add("--processes", type=int, help="replays at a time [one per core]")

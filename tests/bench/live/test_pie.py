@@ -18,7 +18,6 @@ from bench.live.pie.rounds import (
     Moment,
     SideResult,
     Slice,
-    compared,
     measure,
     measure_work,
     react,
@@ -104,7 +103,7 @@ def test_the_live_parts_on_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     figures = result["figures"]
     assert result["simulated"] is False and result["failures"] == 0
     assert figures["fig4_expansion"] == 1.286 and figures["same_text_share"] == 1.0
-    for name in ("throughput_vs_none_low", "vs_best_fixed", "narrow_vs_none_median", "reaction_tok_s_under"):
+    for name in ("throughput_vs_none_low", "vs_best_fixed", "narrow_vs_none_high", "reaction_tok_s_under"):
         assert figures[name] > 0
     rows = [json.loads(line) for line in (tmp_path / "slices.jsonl").read_text().splitlines()]
     assert {"recompute", "swap", "auto"} <= {row["side"] for row in rows}
@@ -132,12 +131,9 @@ def served(name: str, *rates: float) -> SideResult:
     return SideResult(name, tuple(Slice(rate, 0.01, 4.0, 0.0, 0) for rate in rates), 0.1, 0.2, 9, 0)
 
 
-def test_ratios_are_taken_within_a_round() -> None:
-    versus = compared(served("ours", 30, 10, 20), served("theirs", 10, 10, 5))
-    assert (versus.median, versus.worst, versus.highest) == (3, 1, 4)
+def test_a_ratio_is_of_all_turns_with_an_interval() -> None:
     found = spread("x", served("ours", 30, 10, 20), served("theirs", 10, 10, 5))
-    assert (found["x"], found["x_median"], found["x_worst"]) == (60 / 25, 3, 1)
-    assert 1 <= found["x_low"] <= 60 / 25 <= found["x_high"] <= 4
+    assert found["x"] == 60 / 25 and 1 <= found["x_low"] <= 60 / 25 <= found["x_high"] <= 4
     assert served("x", 3, 1, 5).tokens_per_s == 3 and served("x", 1).mean(lambda one: one.batch) == 4
 
 

@@ -18,7 +18,7 @@ EXPECTED = {
     "infinite-llm-contexts": {"context_2"},
     "prefix-templates": {"text", "miss_host", "miss_disk", "orders"},
     "ecoserve-alpaca": {"rate_orca_alpaca", "failures_alpaca"},
-    "pie-flexgen": {"flexgen"},
+    "pie-flexgen": {"flexgen_sharegpt", "flexgen_cut"},
 }
 
 

@@ -20,8 +20,8 @@ from bench.simulated.placement.jobs import A100, Job, Workload, make_jobs
 from bench.simulated.placement.replay import BEST_FIT, MELL, MELL_BY_OPERATION, SIDES
 from bench.simulated.prefix import (
     BELADY,
-    PRESETS,
     Chain,
+    Conversations,
     Sizes,
     generate,
     infinite_hit_rate,
@@ -112,8 +112,8 @@ def test_each_side_has_the_settings_of_the_paper() -> None:
 def test_figure_4_of_pie() -> None:
     figures = figure4()
     found = [figures[f"fig4_{name}"] for name in ("expansion", "stalls", "fifo_layer_times")]
-    assert found == [1.286, 0, 8] and figures["fig4_stalls_six_slots"] > 0 == figures["fig4_blocks_stalls"]
-    assert figures["fig4_blocks_layers_in"] < 4 <= figures["fig4_layers_in"]
+    assert found == [1.286, 0, 8] and figures["fig4_stalls_six_slots"] > 0
+    assert figures["fig4_layers_in"] >= 4
 
 
 def question(path: Path, fifo_layers: int | None) -> Question:
@@ -206,7 +206,7 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
 
 @pytest.fixture(scope="module")
 def trace() -> list[Chain]:
-    return generate(PRESETS["chats"], 400, random.Random(5))
+    return generate(Conversations(), 400, random.Random(5))
 
 
 def chains(*prompts: str) -> list[Chain]:
@@ -225,10 +225,9 @@ def test_belady_finds_most(trace: list[Chain], policy: str) -> None:
     assert replay(trace, Sizes(400), policy).hit_rate < replay(trace, Sizes(400), BELADY).hit_rate
 
 
-@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("blocks", [400, 1200])
-def test_our_order_finds_more_than_lru(preset: str, blocks: int) -> None:
-    made = generate(PRESETS[preset], 1200, random.Random(6))
+def test_our_order_finds_more_than_lru(blocks: int) -> None:
+    made = generate(Conversations(), 1200, random.Random(6))
     ours, lru = (replay(made, Sizes(blocks), policy).hit_rate for policy in ("frequent", "lru"))
     assert ours > lru
 
