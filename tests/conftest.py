@@ -31,7 +31,7 @@ os.environ["KVASIR_CACHE"] = str(Path(__file__).parents[1] / "build" / "test-cac
 
 # How long one example takes on a busy machine says nothing of the code; pytest-timeout bounds whole tests.
 # Where hypothesis sees CI it would try the same examples every time: .ci/run gives a seed, and prints it.
-settings.register_profile("kvasir", deadline=None, derandomize=False, print_blob=True)
+settings.register_profile("kvasir", max_examples=60, deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("kvasir")
 
 

@@ -85,7 +85,7 @@ every_policy = pytest.mark.parametrize("policy", sorted(BUILT_IN))
 
 
 @every_policy
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(scenario=scenarios)
 def test_every_answer_is_exact(policy: str, scenario: dict[str, Any]) -> None:
     play(**scenario, policy=policy)

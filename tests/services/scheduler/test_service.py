@@ -157,8 +157,8 @@ async def check_spread(stack: BusStack) -> None:
     async with running(*(worker.run() for worker in workers), scheduler.serve()):
         await until(lambda: bool(stack.reader.announced))
         names = ["a", "b", "c", "d"]
-        for name in names:
-            await stack.reader.submit(stack.reader.spec(name))
+        specs = [stack.reader.spec(name, answer_tokens=90, max_tokens=100) for name in names]
+        await asyncio.gather(*map(stack.reader.submit, specs))
         await until(lambda: set(stack.reader.ended) == set(names))
         assert all(worker.plans for worker in workers)
         assert unplaced._value.get() - before == len(names)
