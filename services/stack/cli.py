@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,15 +32,9 @@ if TYPE_CHECKING:
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
 _METAVARS = {"served_name": "NAME"}
 _STACK_FLAGS = (
-    "port",
-    "operator_port",
-    "nats_port",
-    "workers",
-    "gateways",
-    "served_name",
-    "start_timeout_s",
+    "port", "operator_port", "nats_port", "workers", "gateways", "served_name", "start_timeout_s",
     "stop_grace_s",
-)
+)  # fmt: skip
 
 
 _KEY_OPTIONS = ("class", "weight", "max_concurrent", "requests_per_minute", "tokens_per_minute")
@@ -56,6 +51,8 @@ class Program:
 def main(argv: Sequence[str] | None = None, program: Program = Program()) -> int:  # immutable
     """Run one command. Return its exit code: 0 done, 1 failed, 2 invalid settings, 3 obstructed."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["experiment"]:
+        return _experiment(words)
     arguments = _parser().parse_args(words, argparse.Namespace(program=program, words=words))
     logging.getLogger(log.ROOT).addHandler(logging.NullHandler())  # no log lines on the console
     console = Console(stderr=False, soft_wrap=True)
@@ -151,14 +148,14 @@ def _parser() -> argparse.ArgumentParser:
     down.set_defaults(command=_down)
 
     roll = commands.add_parser(
-        "roll", parents=[common], help="restart every process, one after the other, while the stack serves"
+        "roll", parents=[common], help="restart every process in turn, while it serves"
     )
     roll.add_argument("names", nargs="*", metavar="NAME", help="process (worker-0) or service (worker) [all]")
     roll.add_argument("--code", type=Path, metavar="FOLDER", help="checkout to start them from [this one]")
     roll.set_defaults(command=_roll)
 
     status = commands.add_parser(
-        "status", parents=[common], help="show whether all is well; with NAME, everything about it"
+        "status", parents=[common], help="say whether all is well; with NAME, details"
     )
     status.add_argument(
         "names", nargs="*", metavar="NAME", help="process (worker-0), service (worker), or all"
@@ -184,33 +181,25 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(command=_explain)
 
-    record = commands.add_parser(
-        "record", parents=[common], help="write the recent events of every process to a file"
-    )
+    record = commands.add_parser("record", parents=[common], help="write what happened lately to a file")
     record.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines")
     record.add_argument("--perfetto", action="store_true", help="write Chrome trace events instead")
     record.set_defaults(command=_record)
 
-    env = commands.add_parser(
-        "env", parents=[common], help="print the variables that clients read: eval $(kvasir env)"
-    )
+    env = commands.add_parser("env", parents=[common], help="print what clients read: eval $(kvasir env)")
     env.set_defaults(command=_env)
 
     config = commands.add_parser("config", help="print the settings in force, and where each comes from")
     config.add_argument("sections", nargs="*", metavar="SECTION", help="only these: stack gateway worker …")
     config.add_argument("--all", action="store_true", help="also print settings that have their default")
     config.add_argument("--markdown", action="store_true", help="describe every setting, as docs/settings.md")
-    config.add_argument(
-        "--config", type=Path, help="YAML file with settings [deploy/local.yaml, if it exists]"
-    )
+    config.add_argument("--config", type=Path, help="YAML file with settings [deploy/local.yaml, if any]")
     config.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as of `up`; repeatable"
     )
     config.set_defaults(command=_config)
 
-    doctor = commands.add_parser(
-        "doctor", parents=[common], help="look at this machine: what is missing for serving a model?"
-    )
+    doctor = commands.add_parser("doctor", parents=[common], help="say what this machine lacks for a model")
     doctor.add_argument("--model", metavar="FOLDER_OR_HUB_ID", help="model to look at [as `up` would serve]")
     doctor.add_argument("--workers", type=int, metavar="N", help="how many workers [as `up` would start]")
     doctor.add_argument("--port", type=int, metavar="N", help="port of the HTTP gateway [as `up` would take]")
@@ -235,16 +224,26 @@ def _parser() -> argparse.ArgumentParser:
     remove.add_argument("name", metavar="NAME")
     remove.set_defaults(action="remove")
 
-    credentials = commands.add_parser(
-        "credentials", parents=[common], help="create a NATS user for another instance"
-    )
+    credentials = commands.add_parser("credentials", parents=[common], help="add a NATS user for an instance")
     credentials.add_argument("name", help="SERVICE-ID, such as worker-2; or operator")
     credentials.set_defaults(command=_credentials)
     _add_keys(commands.add_parser("keys", parents=[common], help="add, list and revoke API keys"))
+    commands.add_parser("experiment", help="compare parts in a grid of runs, or repeat what somebody cites")
     completion = commands.add_parser("completion", help="print a completion script for your shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     completion.set_defaults(command=_completion)
     return parser
+
+
+def _experiment(words: Sequence[str]) -> int:
+    """Run `python -m bench experiment`, with its flags, from any folder."""
+    if not (ROOT / "bench").is_dir():
+        print("error: experiments need a clone of Kvasir: git clone, make dev, kvasir", file=sys.stderr)
+        return 2
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    return subprocess.call(
+        [sys.executable, "-m", "bench", *words], env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    )
 
 
 def _completion(arguments: argparse.Namespace, console: Console) -> int:

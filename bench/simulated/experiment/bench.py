@@ -9,7 +9,7 @@ resumes. The default directory is `runs/experiment/NAME`.
 import csv
 import json
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.kit.plots import draw_knees
-from bench.kit.provenance import ROOT
+from bench.kit.provenance import ROOT, git_state, machine, versions
 from bench.kit.stats import order_of
 from bench.simulated.experiment.cells import (
     CellAnswer,
@@ -27,7 +27,7 @@ from bench.simulated.experiment.cells import (
     answer_simulated,
     over_turns,
 )
-from bench.simulated.experiment.grid import AXES, Experiment, GridCell, read_experiment
+from bench.simulated.experiment.grid import AXES, Experiment, GridCell, read_experiment, write_cited
 from bench.simulated.experiment.report import LIMIT, closing, reports, tables
 from shared.plugins import label
 from sim.sweep import sweep
@@ -41,6 +41,8 @@ _SUMMARY = {
     "SLO": "slo",
     "alloc fail": "alloc_failures",
 }
+_MEASURED = {"plan_ms", "planning_share"}
+"""Time of the planner on this machine, in a simulation too."""
 Figures = dict[str, float]
 
 
@@ -58,7 +60,8 @@ def run(context: Context) -> Outcome:
     experiment = read_experiment(context.arguments.file)
     if context.quick:
         experiment = _shortened(experiment, 60)
-    folder: Path = context.arguments.into or ROOT / "runs" / "experiment" / experiment.name
+    again = "-again" if experiment.figures else ""
+    folder: Path = context.arguments.into or ROOT / "runs" / "experiment" / (experiment.name + again)
     done = {cell: figures for cell in experiment.cells if (figures := _read(folder, experiment, cell))}
     todo = [cell for cell in experiment.cells if cell not in done]
     if context.arguments.dry_run:
@@ -72,6 +75,19 @@ def run(context: Context) -> Outcome:
     failures = int(sum(figures.get("failures", 0.0) for _, figures in results))
     notes = [f"all cells, as summary.csv and summary.md, and pictures are in {_shown(folder)}/"]
     figures = {"cells": float(len(results)), "cells_run": float(len(todo))}
+    by_folder = {experiment.folder(cell): found for cell, found in results}
+    if experiment.figures:
+        same = sum(_text(by_folder.get(name)) == _text(cited) for name, cited in experiment.figures.items())
+        figures["cells_same"] = float(same)
+        failures += len(experiment.figures) - same if experiment.mode == "simulator" else 0
+        notes.append(
+            "cells_same: their figures are those of the cited run to the digit, but for the planner's time"
+        )
+    else:
+        made = git_state() | {"versions": versions(), "machine": machine()}
+        ran = replace(experiment, figures=by_folder)
+        write_cited(folder / "cited.json", context.arguments.file, ran, made)
+        notes.append(f"to cite, and to run again: {_shown(folder / 'cited.json')}")
     return Outcome(
         figures,
         failures,
@@ -80,6 +96,11 @@ def run(context: Context) -> Outcome:
         simulated=experiment.mode == "simulator",
         closing=closing(results),
     )
+
+
+def _text(figures: Mapping[str, float] | None) -> str:
+    """Return all but what was measured here, as text."""
+    return json.dumps({k: v for k, v in (figures or {}).items() if k not in _MEASURED}, sort_keys=True)
 
 
 def _shown(folder: Path) -> Path:
@@ -150,7 +171,7 @@ def _write(folder: Path, experiment: Experiment, cell: GridCell, answer: CellAns
     """Write a cell's files. `figures.json` comes last and marks the cell as finished."""
     place = folder / experiment.folder(cell)
     place.mkdir(parents=True, exist_ok=True)
-    resolved = asdict(experiment) | {"cells": None, "cell": cell.choices()}
+    resolved = asdict(experiment) | {"cells": None, "figures": None, "cell": cell.choices()}
     (place / "config.json").write_text(json.dumps(resolved, indent=2, default=str) + "\n")
     (place / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answer.rows))
     (place / "figures.json").write_text(json.dumps(answer.figures, indent=2) + "\n")

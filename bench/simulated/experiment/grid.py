@@ -7,7 +7,7 @@ order is the name of an installed one, or `FILE.py:CLASS`.
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,9 @@ _DEFAULTS: dict[str, list[Any]] = {
 }
 _TOP = {
     "name", "mode", "grid", "requests", "workers", "machine", "options", "settings", "slo_scale",
-    "max_tokens", "turns",
+    "max_tokens", "turns", "made", "figures",
 }  # fmt: skip
+"""`made` and `figures` are in a file that a run has written, to be cited."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Experiment:
     """Answer limit of live requests."""
     turns: int = 1
     """Runs of each live cell, in turn with the others."""
+    figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What the cited run found, by folder of a cell; empty if the file is not of a run."""
 
     def folder(self, cell: GridCell) -> str:
         """Return the name of the cell's run directory."""
@@ -110,8 +113,8 @@ class Experiment:
 def read_experiment(path: Path) -> Experiment:
     """Read an experiment. Raises ConfigError with the key and what to write."""
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        content = _content(path)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", param="experiment") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path.name} is no mapping; write `grid:` and lists below it", param="experiment")
@@ -132,7 +135,19 @@ def read_experiment(path: Path) -> Experiment:
         slo_scale=float(content.get("slo_scale", 2.0)),
         max_tokens=_whole(content, "max_tokens", 256),
         turns=_turns(content, mode),
+        figures=content.get("figures") or {},
     )
+
+
+def _content(path: Path) -> Any:
+    text = path.read_text()
+    return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+
+
+def write_cited(file: Path, source: Path, ran: Experiment, made: Mapping[str, Any]) -> None:
+    """Write what `ran`, what it was `made` with, and its figures, as a file that can be run again."""
+    content = _content(source) | {"name": ran.name, "requests": ran.requests, "made": made}
+    file.write_text(json.dumps(content | {"figures": ran.figures}, indent=2, default=str) + "\n")
 
 
 def _turns(content: Mapping[str, Any], mode: str) -> int:

@@ -41,10 +41,9 @@ settings: {worker.kv_blocks: 256}
 """
 
 
-def experiment(folder: Path, text: str, *flags: str) -> dict[str, Any]:
-    file = folder / "e.yaml"
-    file.write_text(text)
-    words = ["experiment", str(file), "--into", str(folder / "cells"), "--out", str(folder / "run")]
+def experiment(folder: Path, text: str, *flags: str, file: str = "e.yaml") -> dict[str, Any]:
+    (folder / file).write_text(text)
+    words = ["experiment", str(folder / file), "--into", str(folder / "cells"), "--out", str(folder / "run")]
     assert main([*words, "--json", str(folder / "r.json"), "--processes", "1", *flags]) == 0
     content: dict[str, Any] = json.loads((folder / "r.json").read_text())
     return content
@@ -66,6 +65,19 @@ def test_a_dry_run_runs_nothing_and_a_second_run_only_what_is_missing(tmp_path: 
     assert (cells / "latency_alpaca.png").read_bytes().startswith(b"\x89PNG")
     assert (cells / "summary.md").read_text().count("\n") == 6
     assert len((lost / "requests.jsonl").read_text().splitlines()) == 40
+
+
+def test_what_a_run_wrote_is_repeated_to_the_digit_elsewhere(tmp_path: Path) -> None:
+    experiment(tmp_path, SIMULATED)
+    text = (tmp_path / "cells" / "cited.json").read_text()
+    cited = json.loads(text)
+    assert cited["made"]["versions"]["python"] and len(cited["figures"]) == 4
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert experiment(elsewhere, text, file="c.json")["figures"]["cells_same"] == 4
+    next(iter(cited["figures"].values()))["tokens_per_s"] += 1e-9
+    other = experiment(elsewhere, json.dumps(cited), file="c.json")
+    assert (other["figures"]["cells_same"], other["failures"]) == (3, 1)
 
 
 @pytest.mark.stack

@@ -36,7 +36,7 @@ def test_without_a_stack_commands_say_so(tmp_path: Path, capfd: pytest.CaptureFi
     assert main(["down", *where]) == 0 and f"nothing runs from {tmp_path}" in capfd.readouterr().out
 
 
-def test_the_root_has_the_command_and_it_completes() -> None:
+def test_the_root_has_the_command_and_it_completes(tmp_path: Path) -> None:
     """`./kvasir` runs from any folder, says its version, and its completion script is valid shell."""
     command = str(Path(services.__file__).parent.parent / "kvasir")
     run = partial(subprocess.run, capture_output=True, text=True, timeout=60, cwd="/", check=True)
@@ -44,6 +44,8 @@ def test_the_root_has_the_command_and_it_completes() -> None:
     script = run([command, "completion", "bash"]).stdout
     assert "credentials" in script
     run(["bash", "-n"], input=script)
+    words = ["experiment", str(ROOT / "docs/examples/policies.yaml"), "--dry-run", "--out", str(tmp_path)]
+    assert "cells_to_run" in run([command, *words]).stdout
 
 
 @pytest.mark.parametrize(
