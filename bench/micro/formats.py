@@ -26,7 +26,8 @@ from shared.messages.sequence import Sampling
 from shared.tokenizer_files import load_tokenizer
 
 _CHUNK, _BLOCK_TOKENS, _REPEATS = 512, 16, 8
-_FORMATS = ("fp32", "auto", "bf16", "int8", "int4", "kv_bf16")
+_FORMATS = ("fp32", "auto", "bf16", "int8", "int4", "kv_bf16", "kv_int8")
+_KV = {"kv_bf16": torch.bfloat16, "kv_int8": torch.int8}
 _BATCHES = (1, 8, 32)
 
 
@@ -72,9 +73,8 @@ _GREEDY = Sampling(seed=0, max_tokens=1, temperature=0.0)
 
 
 def _engine(model: str, weights: str) -> TorchEngine:
-    is_kv = weights == "kv_bf16"
-    loaded = load(model, dtype="float32", device="cpu", weights="fp32" if is_kv else weights)
-    loaded = replace(loaded, kv_dtype=torch.bfloat16 if is_kv else loaded.kv_dtype)
+    loaded = load(model, dtype="float32", device="cpu", weights="fp32" if weights in _KV else weights)
+    loaded = replace(loaded, kv_dtype=_KV.get(weights, loaded.kv_dtype))
     return TorchEngine(loaded, kv_blocks=max(_BATCHES) * 8, block_tokens=_BLOCK_TOKENS, release=True)
 
 

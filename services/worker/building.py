@@ -15,7 +15,7 @@ from services.worker.config import WorkerConfig
 from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
 from services.worker.engine.engine import TorchEngine, decode_cost, prefill_tokens_per_s, warm_up
 from services.worker.engine.grammar_masks import GrammarMasks
-from services.worker.engine.loading import DTYPES, fetch, load
+from services.worker.engine.loading import KV_DTYPES, fetch, load
 from services.worker.engine.native.weights import discard
 from services.worker.engine.progress import LoadProgress
 from services.worker.peers.attention.shares import HALVES
@@ -56,7 +56,7 @@ def build(config: WorkerConfig, progress: LoadProgress | None = None) -> TorchEn
         progress=progress,
     )
     if config.kv_dtype != "auto":
-        model = replace(model, kv_dtype=DTYPES[config.kv_dtype])
+        model = replace(model, kv_dtype=KV_DTYPES[config.kv_dtype])
     block_bytes = model.block_bytes(config.block_tokens)
     kv_blocks = kv_capacity(config, block_bytes, lambda: free_bytes(config.device))
     least = least_blocks(config, len(model.layers))

@@ -77,8 +77,8 @@ class WorkerConfig(ModelServiceConfig):
     )
     kv_blocks: int = Field(default=0, ge=0, description="KV capacity in blocks instead")
     kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead of both")
-    kv_dtype: Literal["auto", "bfloat16"] = Field(
-        default="auto", description="of KV; bfloat16 beside dtype float32: half the bytes, on a CPU"
+    kv_dtype: Literal["auto", "bfloat16", "int8"] = Field(
+        default="auto", description="of KV; on a CPU, with dtype float32: bfloat16 half, int8 a quarter"
     )
     host_memory: HostMemoryConfig = Field(
         default=HostMemoryConfig(), description="KV outside the device, by share"

@@ -336,8 +336,8 @@ def make_pools(
     shape: LayerShape, kv_blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Pools:
     """Return zeroed K and V pools of one layer; see `engine.paged` for their shapes."""
-    key_size = (kv_blocks, shape.kv_heads, shape.head_dim, block_tokens)
-    value_size = (kv_blocks, shape.kv_heads, block_tokens, shape.value_dim)
+    key_size = (kv_blocks, shape.kv_heads, paged.stored_dim(shape.head_dim, dtype), block_tokens)
+    value_size = (kv_blocks, shape.kv_heads, block_tokens, paged.stored_dim(shape.value_dim, dtype))
     if device.type != "cpu":
         key, value = (torch.zeros(size, dtype=dtype, device=device) for size in (key_size, value_size))
         return key, value

@@ -14,7 +14,7 @@ from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.launched import Launched
 from services.worker.engine.loading import LoadedModel, layout_name, model_digest
 from services.worker.engine.native.library import AttentionMode, choose
-from services.worker.engine.paged import to_device
+from services.worker.engine.paged import stored_dim, to_device
 from services.worker.engine.sampler import (
     Chosen,
     Logits,
@@ -82,14 +82,24 @@ class TorchEngine:
         self.kv_blocks = kv_blocks
         """Number of blocks at the start; with Pie the pool of `make_pool` grows and shrinks."""
         self.block_tokens = block_tokens
-        open_stream = stream_opener(choose(attention, device=model.device, dtype=model.dtype), model.device)
+        library = choose(attention, device=model.device, dtype=model.dtype)
+        if model.kv_dtype is not model.dtype and library is None:
+            text = f"KV in {model.kv_dtype} beside {model.dtype} needs native attention: leave kv_dtype out"
+            raise ConfigError(text, param="kv_dtype")
+        open_stream = stream_opener(library, model.device)
         self.pie: BlockPie | None = None
         can_swap = open_stream is not None and pie_bytes > 0
         if pie is not None and _is_swapped(pie, model.layers, can_swap_blocks=can_swap):
             self.pie = assemble(
                 pie,
                 [
-                    BlockShape(each.kv_heads, each.head_dim, each.value_dim, block_tokens, model.kv_dtype)
+                    BlockShape(
+                        each.kv_heads,
+                        stored_dim(each.head_dim, model.kv_dtype),
+                        stored_dim(each.value_dim, model.kv_dtype),
+                        block_tokens,
+                        model.kv_dtype,
+                    )
                     for each in model.layers
                 ],
                 lambda count: make_pools(model.layers[0], count, block_tokens, model.kv_dtype, model.device),
@@ -111,9 +121,6 @@ class TorchEngine:
             threads=threads,
             resident=self._resident,
         )
-        if model.kv_dtype is not model.dtype and self.attention.library is None:
-            text = f"KV in {model.kv_dtype} beside {model.dtype} needs native attention: leave kv_dtype out"
-            raise ConfigError(text, param="kv_dtype")
         self.remote = self.attention.meter
         self.pools = self.attention.pools
         """K and V pools of each layer; see `engine.paged` for their shapes."""

@@ -25,6 +25,7 @@ from services.worker.engine.native.families import experts_of, obstacle
 from services.worker.engine.native.library import AttentionMode, choose
 from services.worker.engine.native.weights import AS_STORED, Precision
 from services.worker.engine.packed_weights import PackedWeights
+from services.worker.engine.paged import stored_dim
 from services.worker.engine.progress import LoadProgress
 from shared.errors import ConfigError
 from shared.gguf_files import WEIGHTS
@@ -59,6 +60,7 @@ _SMALL = (".json", ".jinja", ".txt", ".model")
 _TOKEN = "set HF_TOKEN to a token of an account that may read it (docs/models.md)"
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class LoadedModel:
 
     def block_bytes(self, block_tokens: int) -> int:
         """Return the bytes of one KV block over all layers."""
-        per_token = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in self.layers)
+        dims = [(each.kv_heads, dim) for each in self.layers for dim in (each.head_dim, each.value_dim)]
+        per_token = sum(heads * stored_dim(dim, self.kv_dtype) for heads, dim in dims)
         return per_token * block_tokens * self.kv_dtype.itemsize
 
 

@@ -3,7 +3,8 @@
 It is the reference for the C++ operator and the Triton kernels, and the fallback without them. Shapes:
 
 - pools: K `[num_blocks, kv_heads, head_dim, block_tokens]`, so that a vector holds one dimension of
-  consecutive slots; V `[num_blocks, kv_heads, block_tokens, value_dim]`; fp32 or bf16
+  consecutive slots; V `[num_blocks, kv_heads, block_tokens, value_dim]`; fp32 or bf16; or int8, which
+  only the C++ operator knows and whose dims have `SCALE_BYTES` more (`attention.h`)
 - queries: `[rows, q_heads, head_dim]`, `q_heads` a multiple of `kv_heads` (grouped-query attention: query
   head `h` reads KV head `h // (q_heads / kv_heads)`)
 - outputs: `[rows, q_heads, value_dim]` in the dtype of V, normalised; log-sum-exp `[rows, q_heads]`, always
@@ -18,6 +19,22 @@ from typing import Any
 import torch
 
 _NEGATIVE_INFINITY = float("-inf")
+
+
+SCALE_BYTES = 4
+"""Bytes of the scale of a slot's int8 keys, or values, of one head."""
+
+
+def stored_dim(dim: int, dtype: torch.dtype) -> int:
+    """Return the numbers that a pool has for each slot and head."""
+    return dim + (SCALE_BYTES if dtype is torch.int8 else 0)
+
+
+def dims_of(pools: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, int]:
+    """Return `head_dim` and `value_dim` of the pools of a layer."""
+    k_pool, v_pool = pools
+    scale = stored_dim(0, k_pool.dtype)
+    return k_pool.shape[2] - scale, v_pool.shape[3] - scale
 
 
 @dataclass(frozen=True, slots=True)

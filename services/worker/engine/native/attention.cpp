@@ -24,6 +24,8 @@ constexpr int CHUNK = CHUNK_COLUMNS * LANES;  // scores of one query and chunk
 constexpr int CHUNK_BYTES = 32768;            // of keys, so that prefetched data stays in the L2 cache
 constexpr int TILE = 32;                      // queries of a tile
 constexpr int ROWS = 4;                       // queries of a register tile
+template <class T>
+constexpr int SCALED = sizeof(T) == 1 ? KV_SCALE_BYTES : 0;  // bytes, and elements, of a scale
 constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
 
 // Up to sixteen consecutive slots of one block. Offsets are in elements, for KV head 0.
@@ -144,7 +146,7 @@ inline void weigh_columns(const float* weights, const float* decay, const Column
   for (int c = 0; c < count; c++) {
     const T* from = values + columns[c].value;
     const T* next = ahead[c];
-    for (int slot = 0; slot < columns[c].lanes; slot++, from += value_dim) {
+    for (int slot = 0; slot < columns[c].lanes; slot++, from += value_dim + SCALED<T>) {
       Part value[N][PARTS];
       for (int n = 0; n < N; n++) {
         if (TAIL && n == N - 1) load_up_to<true>(from + n * LANES, tail, value[n]);
@@ -201,8 +203,9 @@ struct Operator {
   int group;         // query heads of one KV head
   int value_stride;  // of an output row in the workspace
 
-  int64_t head_stride_key() const { return (int64_t)pool.head_dim * pool.block_tokens; }
-  int64_t head_stride_value() const { return (int64_t)pool.block_tokens * pool.value_dim; }
+  int scaled() const { return pool.dtype == KV_INT8 ? KV_SCALE_BYTES : 0; }
+  int64_t head_stride_key() const { return (int64_t)(pool.head_dim + scaled()) * pool.block_tokens; }
+  int64_t head_stride_value() const { return (int64_t)pool.block_tokens * (pool.value_dim + scaled()); }
 
   int position(const Tile& tile, int row) const {
     return spans.first_position[tile.span] + (tile.row + row - spans.first_row[tile.span]);
@@ -226,7 +229,7 @@ struct Operator {
       int lanes = std::min({LANES, tokens - offset, end - key});
       int64_t block = (int64_t)table[from_table / tokens] * pool.kv_heads;
       columns.push_back({block * head_stride_key() + offset,
-                         block * head_stride_value() + (int64_t)offset * pool.value_dim, key, lanes});
+                         block * head_stride_value() + (int64_t)offset * (pool.value_dim + scaled()), key, lanes});
       blocks.push_back(offset == 0 || columns.size() == 1 ? table[from_table / tokens] : -1);
       key += lanes;
     }
@@ -288,6 +291,26 @@ struct Operator {
     work.total[query] = work.total[query] * decay + added(joined(total));
   }
 
+  // Multiplies what belongs to a chunk's slots by their scales, of keys or of values.
+  void rescale(const Column* columns, int count, int queries, const int8_t* keys, const int8_t* values,
+               Workspace& work) const {
+    for (int c = 0; c < count; c++) {
+      const int offset = columns[c].position % pool.block_tokens;
+      float scale[LANES] = {};
+      if (keys)
+        std::memcpy(scale, keys + columns[c].key - offset + (int64_t)pool.head_dim * pool.block_tokens +
+                        offset * KV_SCALE_BYTES, columns[c].lanes * sizeof(float));
+      else
+        for (int slot = 0; slot < columns[c].lanes; slot++)
+          std::memcpy(scale + slot, values + columns[c].value + slot * (pool.value_dim + KV_SCALE_BYTES) +
+                          pool.value_dim, sizeof(float));
+      for (int query = 0; query < queries; query++) {
+        float* to = work.scores + query * CHUNK + c * LANES;
+        store(to, load(to) * load(scale));
+      }
+    }
+  }
+
   void store_outputs(const Tile& tile, const Workspace& work) const {
     for (int query = 0; query < tile.rows * tile.heads; query++) {
       const int64_t row = tile.row + query / tile.heads, head = tile.head + query % tile.heads;
@@ -331,7 +354,9 @@ struct Operator {
           score_chunk<T, rows.value>(from, pool.head_dim, chunk, count, keys, values, pool.block_tokens, to);
         });
       }
+      if constexpr (SCALED<T> > 0) rescale(chunk, count, queries, keys, nullptr, work);
       for (int query = 0; query < queries; query++) soften(tile, chunk, count, query, work);
+      if constexpr (SCALED<T> > 0) rescale(chunk, count, queries, nullptr, values, work);
       if (tile.verifies && !are_intact(blocks, count, kv_head, 1)) return false;
       for (int query = 0; query < queries; query += ROWS) {
         float* to = work.output + query * value_stride;
@@ -362,7 +387,7 @@ struct Operator {
 };
 
 bool well_formed(const KvPool& pool) {
-  return (pool.dtype == KV_FP32 || pool.dtype == KV_BF16) && pool.num_blocks > 0 && pool.before >= 0 &&
+  return pool.dtype >= KV_FP32 && pool.dtype <= KV_INT8 && pool.num_blocks > 0 && pool.before >= 0 &&
          pool.block_tokens > 0 &&
          pool.kv_heads > 0 && pool.head_dim > 0 && pool.value_dim > 0;
 }
@@ -413,8 +438,9 @@ extern "C" int32_t kv_attend(const KvPool* pool, const Spans* spans, const Atten
     work.tile = nullptr;
 #pragma omp for schedule(dynamic, 4)
     for (int i = 0; i < count; i++) {
-      const bool found = pool->dtype == KV_FP32 ? op.attend_tile<float>(tiles[i], work)
-                                                : op.attend_tile<uint16_t>(tiles[i], work);
+      const bool found = pool->dtype == KV_FP32   ? op.attend_tile<float>(tiles[i], work)
+                         : pool->dtype == KV_BF16 ? op.attend_tile<uint16_t>(tiles[i], work)
+                                                  : op.attend_tile<int8_t>(tiles[i], work);
       if (!found) intact.store(false, std::memory_order_relaxed);
     }
   }
@@ -422,6 +448,20 @@ extern "C" int32_t kv_attend(const KvPool* pool, const Spans* spans, const Atten
 }
 
 namespace {
+
+// Rounds one head's numbers to a 127th of the largest, every `step` bytes; a number that is not finite makes all NaN.
+void write_scaled(const float* from, int count, int8_t* to, int64_t step, int8_t* to_scale) {
+  float largest = 0;
+  bool finite = true;
+  for (int i = 0; i < count; i++) {
+    const float size = std::fabs(from[i]);
+    finite &= size <= std::numeric_limits<float>::max();
+    largest = size > largest ? size : largest;
+  }
+  const float scale = finite ? largest / 127 : std::numeric_limits<float>::quiet_NaN();
+  for (int i = 0; i < count; i++) to[i * step] = scale > 0 ? (int8_t)std::lrint(from[i] / scale) : 0;
+  std::memcpy(to_scale, &scale, sizeof scale);
+}
 
 template <class T>
 void write_rows(const KvPool& pool, const float* key, int64_t key_stride, const float* value, int64_t value_stride,
@@ -432,12 +472,19 @@ void write_rows(const KvPool& pool, const float* key, int64_t key_stride, const 
     const int64_t block = slots[row] / tokens, offset = slots[row] % tokens;
     for (int head = 0; head < pool.kv_heads; head++) {
       const int64_t at = block * pool.kv_heads + head;
-      T* to_key = static_cast<T*>(pool.key) + at * pool.head_dim * tokens + offset;
-      T* to_value = static_cast<T*>(pool.value) + (at * tokens + offset) * pool.value_dim;
+      T* block_key = static_cast<T*>(pool.key) + at * (pool.head_dim + SCALED<T>) * tokens;
+      T* to_key = block_key + offset;
+      T* to_value = static_cast<T*>(pool.value) + (at * tokens + offset) * (pool.value_dim + SCALED<T>);
       const float* from_key = key + row * key_stride + (int64_t)head * pool.head_dim;
       const float* from_value = value + row * value_stride + (int64_t)head * pool.value_dim;
-      for (int d = 0; d < pool.head_dim; d++) put(to_key + (int64_t)d * tokens, from_key[d]);
-      for (int d = 0; d < pool.value_dim; d++) put(to_value + d, from_value[d]);
+      if constexpr (SCALED<T> > 0) {
+        int8_t* scale = block_key + (int64_t)pool.head_dim * tokens + offset * KV_SCALE_BYTES;
+        write_scaled(from_key, pool.head_dim, to_key, tokens, scale);
+        write_scaled(from_value, pool.value_dim, to_value, 1, to_value + pool.value_dim);
+      } else {
+        for (int d = 0; d < pool.head_dim; d++) put(to_key + (int64_t)d * tokens, from_key[d]);
+        for (int d = 0; d < pool.value_dim; d++) put(to_value + d, from_value[d]);
+      }
     }
   }
 }
@@ -451,6 +498,8 @@ extern "C" int32_t kv_write(const KvPool* pool, const float* key, int64_t key_st
     if (slots[row] < -1 || slots[row] >= (int64_t)pool->num_blocks * pool->block_tokens) return -3;
   if (pool->dtype == KV_FP32)
     write_rows<float>(*pool, key, key_stride, value, value_stride, slots, rows);
+  else if (pool->dtype == KV_INT8)
+    write_rows<int8_t>(*pool, key, key_stride, value, value_stride, slots, rows);
   else
     write_rows<uint16_t>(*pool, key, key_stride, value, value_stride, slots, rows);
   return 0;

@@ -1,7 +1,8 @@
 // Attention over paged KV, for decode, chunked prefill and partial (distributed) attention.
 //
 // Pools of one layer: K [num_blocks, kv_heads, head_dim, block_tokens], V [num_blocks, kv_heads, block_tokens,
-// value_dim], fp32 or bf16. Queries fp32 [rows, q_heads, head_dim]; query head h reads KV head
+// value_dim], fp32, bf16 or int8. Of int8, a slot and head has a scale for its key and one for its value, fp32:
+// behind the keys of a block and head, [block_tokens]; behind each value, so that its row has value_dim + 4 bytes. Queries fp32 [rows, q_heads, head_dim]; query head h reads KV head
 // h / (q_heads / kv_heads). Output fp32 [rows, q_heads, value_dim], normalised; log-sum-exp fp32
 // [rows, q_heads]: ln sum exp(scaling * q.k). A row that sees no key gets zeros and -inf.
 #pragma once
@@ -11,7 +12,8 @@
 
 extern "C" {
 
-enum KvDtype : int32_t { KV_FP32 = 0, KV_BF16 = 1 };
+enum KvDtype : int32_t { KV_FP32 = 0, KV_BF16 = 1, KV_INT8 = 2 };
+enum : int32_t { KV_SCALE_BYTES = 4 };
 
 struct KvPool {
   void* key;

@@ -74,7 +74,8 @@ uint64_t digest_lines(const char* from, int64_t bytes) { return digest_words(fro
 
 #endif
 
-int64_t element_bytes(const KvPool& pool) { return pool.dtype == KV_FP32 ? 4 : 2; }
+int64_t element_bytes(const KvPool& pool) { return pool.dtype == KV_FP32 ? 4 : pool.dtype == KV_BF16 ? 2 : 1; }
+int64_t scale_bytes(const KvPool& pool) { return pool.dtype == KV_INT8 ? KV_SCALE_BYTES : 0; }
 
 struct Piece {
   const char* from;
@@ -82,7 +83,8 @@ struct Piece {
 };
 
 Piece piece(const KvPool& pool, int64_t block, int kv_head, int which) {
-  const int64_t dim = which ? pool.value_dim : pool.head_dim, bytes = dim * pool.block_tokens * element_bytes(pool);
+  const int64_t dim = which ? pool.value_dim : pool.head_dim;
+  const int64_t bytes = (dim * element_bytes(pool) + scale_bytes(pool)) * pool.block_tokens;
   const char* pieces = static_cast<const char*>(which ? pool.value : pool.key);
   return {pieces + (block * pool.kv_heads + kv_head) * bytes, bytes};
 }

@@ -21,6 +21,7 @@ typedef int32_t IntVec __attribute__((vector_size(64)));
 typedef uint32_t UintVec __attribute__((vector_size(64)));
 typedef uint32_t WordVec __attribute__((vector_size(64)));
 typedef uint16_t HalfVec __attribute__((vector_size(32)));
+typedef int8_t ByteVec __attribute__((vector_size(16)));
 
 #define KVASIR_INLINE static inline __attribute__((always_inline))
 
@@ -36,6 +37,11 @@ KVASIR_INLINE Vec load(const uint16_t* from) {
   std::memcpy(&halves, from, sizeof halves);
   return from_bf16(halves);
 }
+KVASIR_INLINE Vec load(const int8_t* from) {
+  ByteVec bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
+}
 KVASIR_INLINE void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
 
 // A register of the machine: compilers keep wider vectors in memory.
@@ -49,7 +55,9 @@ constexpr int PART_LANES = 4;
 constexpr int PARTS = LANES / PART_LANES;
 typedef float Part __attribute__((vector_size(PART_LANES * 4)));
 typedef uint32_t WordPart __attribute__((vector_size(PART_LANES * 4)));
+typedef int32_t IntPart __attribute__((vector_size(PART_LANES * 4)));
 typedef uint16_t HalfPart __attribute__((vector_size(PART_LANES * 2)));
+typedef int8_t BytePart __attribute__((vector_size(PART_LANES)));
 
 // One by one: a copy of all of them goes through memory.
 KVASIR_INLINE void load_parts(const float* from, Part (&parts)[PARTS]) {
@@ -78,6 +86,14 @@ KVASIR_INLINE void load_parts(const uint16_t* from, Part (&parts)[PARTS]) {
   }
 }
 
+KVASIR_INLINE void load_parts(const int8_t* from, Part (&parts)[PARTS]) {
+  for (int p = 0; p < PARTS; p++) {
+    BytePart bytes;
+    std::memcpy(&bytes, from + p * PART_LANES, sizeof bytes);
+    parts[p] = __builtin_convertvector(__builtin_convertvector(bytes, IntPart), Part);
+  }
+}
+
 // Loads the first `lanes` of sixteen values; the others are zero and not read.
 KVASIR_INLINE Vec load_some(const float* from, int lanes) {
 #ifdef KVASIR_AVX512
@@ -96,6 +112,12 @@ KVASIR_INLINE Vec load_some(const uint16_t* from, int lanes) {
   for (int lane = 0; lane < lanes; lane++) loaded[lane] = from[lane];
   return load(loaded);
 #endif
+}
+
+KVASIR_INLINE Vec load_some(const int8_t* from, int lanes) {
+  int8_t loaded[LANES] = {};
+  for (int lane = 0; lane < lanes; lane++) loaded[lane] = from[lane];
+  return load(loaded);
 }
 
 // Prefetches to L2: the L1 cache allows too few concurrent fetches to use the memory's bandwidth.

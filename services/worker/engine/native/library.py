@@ -13,14 +13,14 @@ import numpy.typing as npt
 import torch
 
 from services.worker.engine.native.build import build
-from services.worker.engine.paged import Shape
+from services.worker.engine.paged import Shape, dims_of
 from services.worker.engine.spans import PackedSpans
 from shared.errors import ConfigError, CorruptedKv, InternalError
 
 AttentionMode = Literal["auto", "native", "torch"]
 
 _log = logging.getLogger("kvasir.worker.native")
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _REFUSALS = {
     -1: "pools of a kind it does not know",
     -2: "query heads that are no multiple of the KV heads",
@@ -153,12 +153,12 @@ def describe_pool(k_pool: torch.Tensor, v_pool: torch.Tensor, before: int = 0, b
 
     Both are contiguous. `before`, `behind`: number of readable blocks on either side in the same memory, with
     ids below 0 and from `num_blocks` on."""
-    num_blocks, kv_heads, head_dim, block_tokens = k_pool.shape
+    num_blocks, kv_heads, _, block_tokens = k_pool.shape
     if (num_blocks, kv_heads, block_tokens) != tuple(v_pool.shape[:3]) or k_pool.dtype != v_pool.dtype:
         raise InternalError(f"K {tuple(k_pool.shape)} and V {tuple(v_pool.shape)} are no pools of one layer")
     if not (k_pool.is_contiguous() and v_pool.is_contiguous()):
         raise InternalError("KV pools must be contiguous")
-    sizes = num_blocks + behind, before, block_tokens, kv_heads, head_dim, v_pool.shape[3]
+    sizes = num_blocks + behind, before, block_tokens, kv_heads, *dims_of((k_pool, v_pool))
     return KvPool(k_pool.data_ptr(), v_pool.data_ptr(), _DTYPES[k_pool.dtype], *sizes)
 
 

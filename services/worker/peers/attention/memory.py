@@ -20,7 +20,7 @@ import torch
 from services.worker.engine.attention import LayerShape, PagedAttention, make_pools
 from services.worker.engine.backends import NativeBackend, PartialBackend, Pools
 from services.worker.engine.native import library as native
-from services.worker.engine.paged import Shape
+from services.worker.engine.paged import Shape, dims_of
 from services.worker.engine.spans import PackedSpans
 from services.worker.peers.attention import exchange
 from services.worker.peers.attention.exchange import serve
@@ -183,7 +183,7 @@ class LentMemory(LentBlocks):
 
     def _shapes(self, asked: Question, rows: int, kept: int) -> list[tuple[int, int, int]]:
         k_pool, v_pool = self.pools[asked.layer]
-        kv_heads, head_dim, value_dim = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
+        kv_heads, (head_dim, value_dim) = k_pool.shape[1], dims_of((k_pool, v_pool))
         if asked.q_heads % kv_heads:
             raise InvalidMessage(f"{asked.q_heads} query heads for {kv_heads} of keys")
         shapes = [(kept, kv_heads, head_dim), (kept, kv_heads, value_dim)]
@@ -202,7 +202,7 @@ def host_memory(attention: PagedAttention, blocks: int, *, attends: bool = True)
     """Allocate `blocks` in RAM in the layout of the engine's pools. Pages are used once written."""
     k_pool, _ = attention.pools[0]
     block_tokens, dtype, cpu = k_pool.shape[3], k_pool.dtype, torch.device("cpu")
-    shapes = [LayerShape(k.shape[1], k.shape[2], v.shape[3]) for k, v in attention.pools]
+    shapes = [LayerShape(pools[0].shape[1], *dims_of(pools)) for pools in attention.pools]
     pools = [make_pools(shape, blocks, block_tokens, dtype, cpu) for shape in shapes]
     return LentMemory(pools, _sealed(attention, pools), attends)
 

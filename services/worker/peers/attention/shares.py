@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.backends import PartialBackend, Pools
-from services.worker.engine.paged import Shape
+from services.worker.engine.paged import Shape, dims_of
 from services.worker.engine.partition import ELSEWHERE, Part
 from services.worker.engine.remote import Partial
 from services.worker.engine.spans import PackedSpans
@@ -416,7 +416,7 @@ def work_of(share: StepShare, *, q_heads: int, pools: Pools, block_tokens: int) 
     """Return the bytes and pairs of one layer, for both ways."""
     k_pool, v_pool = pools
     rows, kept = len(share.rows), len(share.kept)
-    shipped = rows * q_heads * (k_pool.shape[2] + v_pool.shape[3] + 1) * np.dtype(np.float32).itemsize
+    shipped = rows * q_heads * (sum(dims_of(pools)) + 1) * np.dtype(np.float32).itemsize
     context_blocks = max(0, share.part.seen_keys - kept // block_tokens)
     block_bytes = (k_pool[0].numel() + v_pool[0].numel()) * k_pool.dtype.itemsize
     return Work(ship_bytes=shipped, fetch_bytes=context_blocks * block_bytes, pairs=share.pairs * q_heads)

@@ -54,7 +54,7 @@ def test_greedy_tokens_are_those_of_generate(architecture: str, make_model: Mode
 
 
 @pytest.mark.parametrize(
-    ("temperature", "kv"), [(0, torch.float32), (1.3, torch.float32), (1, torch.bfloat16)]
+    ("temperature", "kv"), [(0, torch.float32), (1.3, torch.float32), (1, torch.bfloat16), (1, torch.int8)]
 )
 def test_a_token_does_not_depend_on_what_else_is_in_the_batch(
     temperature: float, kv: torch.dtype, make_model: ModelFactory

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.engine import TorchEngine
+from services.worker.engine.native import library
 from services.worker.kv.audit import SampledAudit
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
@@ -257,6 +258,15 @@ def test_half_of_the_digits_are_no_rounding(dtype: torch.dtype) -> None:
     assert not audit.agree(0, 1) and audit.agree(0, 2)
     key[2, 0, 0, 0] = torch.nan
     assert not audit.agree(0, 2)
+
+
+def test_int8_is_compared_by_what_it_stands_for() -> None:
+    key, value = (torch.zeros(size, dtype=torch.int8) for size in ((3, 1, 8 + 4, 4), (3, 1, 4, 8 + 4)))
+    pool, rows = library.describe_pool(key, value), torch.randn(4, 1, 8)
+    for block, numbers in enumerate((rows, 1.001 * rows, rows.flip(2))):
+        library.write(library.load(), pool, numbers, numbers, torch.arange(4 * block, 4 * block + 4))
+    audit = SampledAudit(Records([(key, value)]), [(key, value)], 1.0)
+    assert audit.agree(0, 1) and not audit.agree(0, 2)
 
 
 def test_whole_numbers_are_equal_or_not() -> None:

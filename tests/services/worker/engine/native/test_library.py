@@ -153,6 +153,33 @@ def test_any_partition_of_the_blocks_merges_to_the_whole(case: Case) -> None:
     assert_close(merged, world)
 
 
+@settings(max_examples=80)
+@given(cases)
+@example(Case(16, 2, 2, 64, 64, ((40, 1), (20, 70))))
+def test_of_int8_it_is_attention_over_the_rounded_numbers(case: Case) -> None:
+    """A 127th of the largest of a slot and head, halved; slots of no sequence are NaN by their scale."""
+    world = World(dataclasses.replace(case, parts=(), dtype=torch.float32))
+    sizes = [[*world.k.shape], [*world.v.shape]]
+    sizes[0][2], sizes[1][3] = (paged.stored_dim(dim, torch.int8) for dim in (case.head_dim, case.value_dim))
+    k, v = (torch.zeros(size, dtype=torch.int8) for size in sizes)
+    rows = world.k.permute(0, 3, 1, 2).flatten(0, 1), world.v.transpose(1, 2).flatten(0, 1)
+    pool = library.describe_pool(k, v)
+    library.write(library.load(), pool, *(each.contiguous() for each in rows), torch.arange(len(rows[0])))
+    scales = k[:, :, -4:].contiguous().view(*k.shape[:2], -1).view(torch.float32)
+    rounded = k[:, :, :-4] * scales[:, :, None], v[..., :-4] * v[..., -4:].contiguous().view(torch.float32)
+    for mine, whole, dim in zip(rounded, (world.k, world.v), (2, 3), strict=True):
+        step = whole.abs().amax(dim, keepdim=True) / 127
+        assert bool(((mine - whole).abs() <= 0.501 * step)[whole.isfinite()].all())
+        assert torch.equal(mine.isnan(), whole.isnan())
+        whole.copy_(mine)
+    shape, packed = paged.Shape(case.scaling, case.softcap), world.packed()
+    spans = library.describe_spans(packed, case.window_tokens)
+    lse = torch.full(world.query.shape[:2], math.nan)
+    output = library.attend(library.load(), pool, spans, world.query, shape, 1, lse)
+    for mine, theirs in zip((output, lse), attend(world), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4)
+
+
 @settings(max_examples=20)
 @given(cases)
 def test_threads_change_nothing(case: Case) -> None:
