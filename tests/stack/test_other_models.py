@@ -96,7 +96,7 @@ async def test_it_gets_no_work_and_status_and_log_say_why(tmp_path: Path) -> Non
         assert "model_mismatch" in (stack.run_dir / "logs" / "scheduler-0.log").read_text()
 
 
-PROMPTS = mixed(10, longest_words=600, asked=(*ASKED, *STORIES, *STORIES))
+PROMPTS = mixed(16, longest_words=600, asked=(*ASKED, *STORIES, *STORIES))
 MAX_TOKENS = 96
 TIGHT = "worker.kv_blocks=56"
 """896 tokens a worker: the longest prompt and its answer just fit, alone."""
