@@ -162,9 +162,9 @@ def test_of_int8_it_is_attention_over_the_rounded_numbers(case: Case) -> None:
     sizes = [[*world.k.shape], [*world.v.shape]]
     sizes[0][2], sizes[1][3] = (paged.stored_dim(dim, torch.int8) for dim in (case.head_dim, case.value_dim))
     k, v = (torch.zeros(size, dtype=torch.int8) for size in sizes)
-    rows = world.k.permute(0, 3, 1, 2).flatten(0, 1), world.v.transpose(1, 2).flatten(0, 1)
-    pool = library.describe_pool(k, v)
-    library.write(library.load(), pool, *(each.contiguous() for each in rows), torch.arange(len(rows[0])))
+    keys, values = world.k.permute(0, 3, 1, 2).flatten(0, 1), world.v.transpose(1, 2).flatten(0, 1)
+    pool, slots = library.describe_pool(k, v), torch.arange(len(keys))
+    library.write(library.load(), pool, keys.contiguous(), values.contiguous(), slots)
     scales = k[:, :, -4:].contiguous().view(*k.shape[:2], -1).view(torch.float32)
     rounded = k[:, :, :-4] * scales[:, :, None], v[..., :-4] * v[..., -4:].contiguous().view(torch.float32)
     for mine, whole, dim in zip(rounded, (world.k, world.v), (2, 3), strict=True):
