@@ -78,7 +78,7 @@ class WorkerConfig(ModelServiceConfig):
     kv_blocks: int = Field(default=0, ge=0, description="KV capacity in blocks instead")
     kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead of both")
     kv_dtype: Literal["auto", "bfloat16", "int8"] = Field(
-        default="auto", description="of KV; on a CPU, with dtype float32: bfloat16 half, int8 a quarter"
+        default="auto", description="of KV; on a CPU, with dtype float32: bfloat16 half, int8 over a quarter"
     )
     host_memory: HostMemoryConfig = Field(
         default=HostMemoryConfig(), description="KV outside the device, by share"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from bench.kit.context import Context
 from bench.kit.models import TINY_CHAT, checkpoint
@@ -44,8 +44,8 @@ class Arena:
         self.mean_tokens = self.workload.mean_tokens()
         blocks = int(flags.fits * self.mean_tokens // BLOCK_TOKENS)
         self.pace = QUICK if context.quick else FULL
-        self.ground = Ground(model, blocks, flags.bandwidth, flags.clients, ramp_s=self.pace.ramp_s)
-        self.ground = replace(self.ground, least_step_s=flags.step_ms / 1e3)
+        paces = {"ramp_s": self.pace.ramp_s, "least_step_s": flags.step_ms / 1e3}
+        self.ground = Ground(model, blocks, flags.bandwidth, flags.clients, **paces)
 
     @contextmanager
     def sides(

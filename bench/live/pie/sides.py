@@ -78,7 +78,7 @@ HOST_MB = 2048
 MOST_SEQUENCES = 64
 _LONGEST_S = 120.0
 _STILL_WINDOWS = 8
-"""As many as a raise is judged for, at most."""
+"""The controller waits for four and judges four before it keeps a raise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Experiment:
     turns: int = 1
     """Runs of each live cell, in turn with the others."""
     figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """What the cited run found, by folder of a cell; empty if the file is not of a run."""
+    """Figures of the cited run, by folder of a cell; empty if the file is of no run."""
 
     def folder(self, cell: GridCell) -> str:
         """Return the name of the cell's run directory."""

@@ -1,9 +1,9 @@
 // Attention over paged KV, for decode, chunked prefill and partial (distributed) attention.
 //
 // Pools of one layer: K [num_blocks, kv_heads, head_dim, block_tokens], V [num_blocks, kv_heads, block_tokens,
-// value_dim], fp32, bf16 or int8. Of int8, a slot and head has a scale for its key and one for its value, fp32:
-// behind the keys of a block and head, [block_tokens]; behind each value, so that its row has value_dim + 4 bytes. Queries fp32 [rows, q_heads, head_dim]; query head h reads KV head
-// h / (q_heads / kv_heads). Output fp32 [rows, q_heads, value_dim], normalised; log-sum-exp fp32
+// value_dim], fp32, bf16 or int8. Of int8, a slot and head has a scale for its key and one for its value, fp32: behind the
+// keys of a block and head, [block_tokens]; behind each value, so that its row has value_dim + 4 bytes.
+// Queries fp32 [rows, q_heads, head_dim]; query head h reads KV head h / (q_heads / kv_heads). Output fp32 [rows, q_heads, value_dim], normalised; log-sum-exp fp32
 // [rows, q_heads]: ln sum exp(scaling * q.k). A row that sees no key gets zeros and -inf.
 #pragma once
 #include <cstdint>
