@@ -96,7 +96,10 @@ class RunningStack:
         return next(row for row in state["children"] if row["name"] == name)
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        os.kill(int(self.child(name)["pid"]), number)
+        """SIGCONT for one that was replaced while it stood still does nothing."""
+        pid = self.child(name)["pid"]
+        if pid is not None or number != signal.SIGCONT:
+            os.kill(int(pid), number)
 
     def status(self) -> dict[str, Any]:
         """What `kvasir status --json` prints."""
