@@ -29,6 +29,10 @@ if not Path("/dev/nvidiactl").exists():
 # No test serves what the user has fetched, and stacks of no named model serve Tiny Chat.
 os.environ["KVASIR_CACHE"] = str(Path(__file__).parents[1] / "build" / "test-cache")
 
+# Tests talk to this machine alone: a client does not read the certificates of the world, which takes 75 ms.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.devnull
+
 # How long one example takes on a busy machine says nothing of the code; pytest-timeout bounds whole tests.
 # Where hypothesis sees CI it would try the same examples every time: .ci/run gives a seed, and prints it.
 settings.register_profile("kvasir", max_examples=60, deadline=None, derandomize=False, print_blob=True)

@@ -152,8 +152,12 @@ def _at_once(decision: Decision) -> tuple[float, str]:
     return decision[0], str(decision[1:])
 
 
-@pytest.mark.parametrize("policy", policy_names())
-@pytest.mark.parametrize(("router", "seed"), [("least_work", 0), ("worst_fit", 1)])
+WAYS = [("least_work", 0), ("worst_fit", 1)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "router", "seed"), [(name, *WAYS[at % 2]) for at, name in enumerate(policy_names())]
+)
 def test_simulated_workers_do_what_the_simulator_says(
     policy: str, router: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,8 +196,10 @@ def apart(seed: int) -> list[SimRequest]:
     return made
 
 
-@pytest.mark.parametrize("policy", sorted(BUILT_IN))
-@pytest.mark.parametrize(("max_steps", "seed"), [(1, 0), (8, 1)])
+@pytest.mark.parametrize(
+    ("policy", "max_steps", "seed"),
+    [(name, 1 + at % 2 * 7, at % 2) for at, name in enumerate(sorted(BUILT_IN))],
+)
 def test_the_simulator_plans_what_the_live_scheduler_plans(
     policy: str, max_steps: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,8 +262,7 @@ def test_queues_by_arrival_and_by_work_with_one_policy() -> None:
     assert mean_wait_s("work") < 0.9 * mean_wait_s("arrival")
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_nobody_waits_longer_than_the_share_that_may_pass_makes_first_come_first_served(seed: int) -> None:
+def test_nobody_waits_longer_than_the_share_that_may_pass_makes_first_come_first_served() -> None:
     """More than can be served: the longest wait, which is p99.9 of so few. Where nearly all may pass it is
     longer than that."""
 
@@ -269,7 +274,6 @@ def test_nobody_waits_longer_than_the_share_that_may_pass_makes_first_come_first
             Machine(capacity_blocks=120),
             rate_per_s=2.0,
             requests=120,
-            seed=seed,
             options=options,
         )
         return max(record.queue_s for record in run_case(case).records)
@@ -372,7 +376,7 @@ def batches_of(worker: str, events: Sequence[dict[str, Any]]) -> list[frozenset[
     ]
 
 
-@pytest.mark.parametrize("policy", ["kvasir", "vllm", "ecoserve", "orca"])
+@pytest.mark.parametrize("policy", ["kvasir", "ecoserve"])
 def test_a_recorded_run_is_decided_the_same_way_again(policy: str, monkeypatch: MonkeyPatch) -> None:
     head, events = recorded(policy, 0, monkeypatch)
     monkeypatch.setattr(FleetQueue, "on_measured", lambda *_: None)

@@ -11,12 +11,10 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import services.gateway.http.routes as routes
 import services.gateway.service as gateway_service
 import services.worker.door as door
 import services.worker.engine.simulated as simulated
@@ -38,7 +36,6 @@ import services.worker.service as worker_service
 import shared.bus.connection as bus_connection
 import shared.bus.departures as departures
 import shared.bus.link as link
-from services.gateway.http.browser import written
 from services.gateway.text.tokenizer import Codec, load_codec
 from shared.bus.express import Express
 from tests.simulation import threads
@@ -112,7 +109,6 @@ def inhabited(world: World, sockets: Sockets, disks: Disks) -> Iterator[None]:
         replace(gateway_service, "make_server", VirtualServer)
         replace(gateway_service, "make_operator_server", VirtualServer)
         replace(gateway_service, "load_codec", _load_codec)
-        replace(routes, "written", _written)
         was_on = gc.isenabled()
         gc.disable()
         try:
@@ -170,10 +166,6 @@ def _with_sleep(init: Any) -> Any:
 def _express(config: Any, name: str, counters: Any) -> Express:
     connection = ExpressSocket(threads.strand().process, name)
     return Express(connection, config, config.max_payload_bytes, counters)  # type: ignore[arg-type]
-
-
-_written = cache(written)
-"""What the API is takes a tenth of a second to write."""
 
 
 def _load_codec(model: str) -> Codec:

@@ -81,12 +81,14 @@ def test_alone(element: Element) -> None:
 NAMED = {"policy", "placement", "order"}
 
 
+def is_seldom(pair: tuple[Element, Element]) -> bool:
+    """Two names, or a policy of research beside anything but loans."""
+    return {one[0] for one in pair} <= NAMED or (LENDS not in pair and any(map(is_slow, pair)))
+
+
 @pytest.mark.parametrize(
     "pair",
-    [
-        pytest.param(pair, marks=pytest.mark.slow if {one[0] for one in pair} <= NAMED else [])
-        for pair in PAIRS
-    ],
+    [pytest.param(pair, marks=pytest.mark.slow if is_seldom(pair) else []) for pair in PAIRS],
     ids=name_of,
 )
 def test_together(pair: tuple[Element, Element]) -> None:

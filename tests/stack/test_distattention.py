@@ -59,11 +59,16 @@ async def prompt_tokens(stack: RunningStack, question: Question) -> int:
         return int(reply.json()["count"])
 
 
-@pytest.fixture(scope="module")
-def expected(roomy: RunningStack) -> dict[int, Answer]:
-    """What one worker says that holds it all."""
-    ask_all = roomy.client().ask_all
-    return {seed: asyncio.run(ask_all([long_question(seed)]))[0] for seed in SHAPES}
+Expected = Callable[[int], Awaitable[Answer]]
+"""By seed: what one worker says that holds it all."""
+
+
+@pytest.fixture
+def expected(roomy: RunningStack) -> Expected:
+    async def ask(seed: int) -> Answer:
+        return (await roomy.client().ask_all([long_question(seed)]))[0]
+
+    return ask
 
 
 async def test_the_context_that_is_announced_is_the_pools(four: RunningStack) -> None:
@@ -79,12 +84,12 @@ async def test_the_context_that_is_announced_is_the_pools(four: RunningStack) ->
         assert f"{POOL_TOKENS} tokens" in str(answer.errors)
 
 
-async def test_a_prompt_of_three_is_answered_by_four(four: RunningStack, expected: dict[int, Answer]) -> None:
+async def test_a_prompt_of_three_is_answered_by_four(four: RunningStack, expected: Expected) -> None:
     async with heartbeats(four) as heard:
         (answer,) = await four.client().ask_all([long_question(1)])
         await asyncio.sleep(0.5)
     assert answer.complete, f"{answer}\n{four.logs()}"
-    assert answer.text == expected[1].text and answer.completion_tokens == ANSWER_TOKENS
+    assert answer.text == (await expected(1)).text and answer.completion_tokens == ANSWER_TOKENS
     assert {report.worker_id for report in heard.reports} == set(NAMES)
     lenders = set()
     for report in heard.reports:
@@ -98,14 +103,12 @@ async def test_a_prompt_of_three_is_answered_by_four(four: RunningStack, expecte
 
 
 @pytest.mark.slow  # the same with three workers' KV above, and `test_long_requests_cores` with all at once
-async def test_two_prompts_of_two_are_answered_by_four(
-    four: RunningStack, expected: dict[int, Answer]
-) -> None:
+async def test_two_prompts_of_two_are_answered_by_four(four: RunningStack, expected: Expected) -> None:
     """Together they need more than all four have."""
     async with asyncio.timeout(STACK_PATIENCE_S):
         answers = await four.client().ask_all([long_question(3), long_question(4)])
     assert all(answer.complete for answer in answers), f"{answers}\n{four.logs()}"
-    assert [answer.text for answer in answers] == [expected[3].text, expected[4].text]
+    assert [answer.text for answer in answers] == [(await expected(seed)).text for seed in (3, 4)]
 
 
 def midway(
@@ -125,7 +128,7 @@ def midway(
 
 
 @pytest.mark.slow  # a killed one is in every run
-async def test_a_frozen_creditor_costs_no_token(four: RunningStack, expected: dict[int, Answer]) -> None:
+async def test_a_frozen_creditor_costs_no_token(four: RunningStack, expected: Expected) -> None:
     frozen: list[str] = []
     strike = midway(four, "lent_blocks", signal.SIGSTOP, frozen)
     try:
@@ -133,12 +136,12 @@ async def test_a_frozen_creditor_costs_no_token(four: RunningStack, expected: di
     finally:
         four.signal(frozen[0], signal.SIGCONT)
     assert answer.complete, f"{answer}\n{four.logs()}"
-    assert answer.text == expected[3].text
+    assert answer.text == (await expected(3)).text
     async with watching(four) as watch:
         await watch.until(lambda seen: len(seen) == WORKERS and nobody_lends(seen), expected=WORKERS)
 
 
-async def test_a_killed_debtors_blocks_come_home(four: RunningStack, expected: dict[int, Answer]) -> None:
+async def test_a_killed_debtors_blocks_come_home(four: RunningStack, expected: Expected) -> None:
     killed: list[str] = []
     took_s: list[float] = []
     strike = midway(four, "borrowed_blocks", signal.SIGKILL, killed)
@@ -154,20 +157,20 @@ async def test_a_killed_debtors_blocks_come_home(four: RunningStack, expected: d
 
     (answer,) = await four.client().ask_all([long_question(4)], midway=strike_and_wait, after=10)
     assert answer.complete, f"{answer}\n{four.logs()}"
-    assert answer.text == expected[4].text and took_s[0] <= LEASE_S + GRACE_S + BUSY_S
+    assert answer.text == (await expected(4)).text and took_s[0] <= LEASE_S + GRACE_S + BUSY_S
 
 
-async def test_a_killed_creditor_costs_no_token(four: RunningStack, expected: dict[int, Answer]) -> None:
+async def test_a_killed_creditor_costs_no_token(four: RunningStack, expected: Expected) -> None:
     killed: list[str] = []
     strike = midway(four, "lent_blocks", signal.SIGKILL, killed)
     (answer,) = await four.client().ask_all([long_question(2)], midway=strike, after=10)
     assert killed
     assert answer.complete, f"{answer}\n{four.logs()}"
-    assert answer.text == expected[2].text
+    assert answer.text == (await expected(2)).text
 
 
 async def test_a_ledger_killed_while_debts_exist_knows_them_again_within_two_heartbeats(
-    four: RunningStack, expected: dict[int, Answer]
+    four: RunningStack, expected: Expected
 ) -> None:
     """And a request that needs memory meanwhile borrows when it is back."""
     late: list[asyncio.Task[list[Answer]]] = []
@@ -202,7 +205,7 @@ async def test_a_ledger_killed_while_debts_exist_knows_them_again_within_two_hea
     (answer,) = await four.client().ask_all([long_question(5)], midway=strike, after=10)
     (other,) = await late[0]
     assert answer.complete and other.complete, f"{answer}\n{other}\n{four.logs()}"
-    assert [answer.text, other.text] == [expected[5].text, expected[6].text]
+    assert [answer.text, other.text] == [(await expected(seed)).text for seed in (5, 6)]
 
 
 def debts_of(seen: Seen) -> Debts:

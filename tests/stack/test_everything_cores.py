@@ -99,7 +99,7 @@ def cancel(world: EverythingWorld, number: int) -> None:
         world.cancel(request)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(programs)
 def test_every_program_ends_well(program: dict[str, Any]) -> None:
     play(**program)

@@ -19,7 +19,7 @@ from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
-STREAMS = 24
+STREAMS = 12
 SETTINGS = ("worker.kv_blocks=96", "worker.simulated.speed=10")
 stack = stack_of("stack", workers=3, settings=SETTINGS, flags=("--engine", "simulated"))
 

@@ -39,7 +39,7 @@ from shared.messages.sequence import SequenceRef
 from tests.shared.messages.noise import Noise
 from tests.stack.noisy import noisy_stack, targets
 
-MESSAGES = 60
+MESSAGES = 30
 SEED = 18
 
 

@@ -138,11 +138,9 @@ def _responses(kinds: Sequence[str], statuses: Mapping[int, str], error: str) ->
     }
 
 
-def page(version: str, served: Sequence[str]) -> bytes:
-    described = description(version, served)
-    parts = [
-        f"<h1>Kvasir {html.escape(version)}</h1><p>As OpenAPI: <a href=openapi.json>openapi.json</a></p>"
-    ]
+def page(described: Mapping[str, Any]) -> bytes:
+    version = html.escape(described["info"]["version"])
+    parts = [f"<h1>Kvasir {version}</h1><p>As OpenAPI: <a href=openapi.json>openapi.json</a></p>"]
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
             parts.append(
@@ -178,4 +176,5 @@ _PAGE = (
 
 def written(version: str, served: Sequence[str]) -> tuple[bytes, bytes]:
     """Return the bodies of `/openapi.json` and `/docs`."""
-    return orjson.dumps(description(version, served)), page(version, served)
+    described = description(version, served)
+    return orjson.dumps(described), page(described)

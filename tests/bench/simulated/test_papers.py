@@ -7,7 +7,7 @@ import pytest
 
 from bench.cli import main
 from bench.kit.plots import Chart
-from bench.papers import bench, claims, ecoserve, pie
+from bench.papers import bench, claims, pie
 from bench.papers.claims import Claim, Effort, Finding, Picture, Rule, Study, Verdict, judge, points
 
 QUICK = Effort(quick=True)
@@ -22,9 +22,11 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("study", EXPECTED)
-def test_a_paper_holds_in_kind(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ecoserve._LENGTHS, "alpaca", 1.0)  # a third of the requests
+SLOW = {"ecoserve-alpaca": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize("study", [pytest.param(name, marks=SLOW.get(name, ())) for name in EXPECTED])
+def test_a_paper_holds_in_kind(study: str) -> None:
     (one,) = (found for studies in bench.PAPERS.values() for found in studies if found.name == study)
     figures = one.measure(QUICK)
     findings = [Finding(one, claim, figures) for claim in one.claims if claim.figure in figures]

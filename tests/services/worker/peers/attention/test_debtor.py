@@ -159,7 +159,9 @@ def test_text_is_the_same_with_blocks_in_both_tiers_of_a_creditor(
     assert answers == expected
 
 
-@pytest.mark.parametrize(("creditors", "way"), [(1, "ship"), (3, "measured")])
+@pytest.mark.parametrize(
+    ("creditors", "way"), [(1, "ship"), pytest.param(3, "measured", marks=pytest.mark.slow)]
+)
 def test_a_prompt_of_three_times_the_own_kv_is_answered_by_processes(
     creditors: int, way: str, llama: Any
 ) -> None:
@@ -176,7 +178,7 @@ def test_a_prompt_of_three_times_the_own_kv_is_answered_by_processes(
     assert answers == expected
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_dead_or_stopped_creditor_is_reported_and_the_others_continue(
     blow: signal.Signals, llama: Any
 ) -> None:
