@@ -296,6 +296,7 @@ class Predictor:
         """Learn from an answer that ended by itself or at its limit; ignore other ends."""
         teaches = finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if not teaches or finished.output_tokens < 1:
+            self._served.of(finished.model).audit.forget(finished.ref.key)
             if self._revising is not None:
                 self._revising.forget(finished.ref.key)
             return

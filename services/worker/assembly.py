@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 
 from services.worker.config import WorkerConfig
+from services.worker.core.drafts import Drafts
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.reports import Identity, SpeedMeter
 from services.worker.core.sequences import SequenceLimits, SequenceTable
@@ -100,9 +101,9 @@ def core_of(
         gateway_timeout_s=config.gateway_timeout_s,
     )
     worker = (identity.worker_id, identity.incarnation)
-    return StepCore(
-        identity, SequenceTable(pool, limits, prefixes, worker), SpeedMeter(engine.prefill_tokens_per_s)
-    )
+    drafts = Drafts(config.lookup_tokens) if config.lookup_tokens else None
+    table, speed = SequenceTable(pool, limits, prefixes, worker), SpeedMeter(engine.prefill_tokens_per_s)
+    return StepCore(identity, table, speed, drafts)
 
 
 def make_engine(config: WorkerConfig, progress: LoadProgress | None = None) -> Engine:
@@ -112,7 +113,9 @@ def make_engine(config: WorkerConfig, progress: LoadProgress | None = None) -> E
         from services.worker.engine.simulated import SimulatedEngine
 
         kv_blocks = config.kv_blocks or _SIMULATED_KV_BLOCKS
-        return SimulatedEngine.of(config.model, kv_blocks, config.block_tokens, config.simulated)
+        engine = SimulatedEngine.of(config.model, kv_blocks, config.block_tokens, config.simulated)
+        engine.overlaps = not config.lookup_tokens
+        return engine
     if config.engine == "vllm":
         os.environ["OMP_NUM_THREADS"] = str(config.threads)  # torch reads it once, on import
         from services.worker.building_vllm import build_vllm

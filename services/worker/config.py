@@ -62,6 +62,12 @@ class WorkerConfig(ModelServiceConfig):
         default="auto", description="C++ if a compiler built it, only C++, or plain torch"
     )
     threads: int = Field(default=1, ge=1, description="compute threads")
+    lookup_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=15,
+        description="most tokens of an answer guessed at once from the text so far, on a CPU; 0: none",
+    )
     cores: tuple[int, ...] = Field(default=(), description="CPU cores to be bound to; empty: any")
     engine_cores: tuple[int, ...] = Field(
         default=(), description="CPU cores of the engine's thread and its compute threads instead"
@@ -108,6 +114,9 @@ class WorkerConfig(ModelServiceConfig):
     def check(self) -> None:
         super().check()
         check_model(self.model)
+        if self.lookup_tokens and (self.engine == "vllm" or self.device != "cpu"):
+            text = "lookup_tokens is for the engines native and simulated on a CPU: leave it out"
+            raise ConfigError(text, param="lookup_tokens")
         find_cost(self.simulated.cost)
         order_maker(self.prefix_cache.eviction)
         for name, cores in (("cores", self.cores), ("engine_cores", self.engine_cores)):

@@ -323,7 +323,7 @@ class _Failed:
 def row_of(item: WorkItem, places: Mapping[int, int] = _NOWHERE) -> Row:
     """Return the engine's row for a work item. `places`: rows of sequences in flight, by their `id`."""
     sequence, first, end = item.sequence, item.first_token, item.end_token
-    tokens = sequence.tokens
+    tokens = [*sequence.tokens, *item.guessed] if item.guessed else sequence.tokens
     point = None
     if item.samples:
         sampling = sequence.sampling

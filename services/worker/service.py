@@ -327,6 +327,7 @@ class Worker:
                 **memory_mb(self._config.device),
                 "failed_commands": self._door.failed_commands,
                 "foreign_commands": self._foreign_commands,
+                **self._door.core.guesses,
                 **self._neighbours.details(),
                 **({} if self._transfers is None else self._transfers.details()),
                 **self._copies.details(),

@@ -107,6 +107,14 @@ class ShortStart(Message, frozen=True, kw_only=True):
     missing_tokens: Count
 
 
+class Gained(Message, frozen=True, kw_only=True):
+    """A sequence whose steps made more than one token each, since guesses of them were right."""
+
+    ref: SequenceRef
+    tokens: PositiveCount
+    """Number of tokens beyond one for each step, since the last report."""
+
+
 class PassedOver(Message, frozen=True, kw_only=True):
     """A postponed decode: its sequence waited for stored blocks, or computed part of an earlier plan with
     them."""
@@ -162,3 +170,4 @@ class WorkerStepped(Message, frozen=True, kw_only=True):
     """Set in the last report about a plan; covers all its steps."""
     hits: tuple[PrefixHit, ...] = ()
     """Prefix cache hits since the last report."""
+    gains: tuple[Gained, ...] = ()

@@ -1,12 +1,14 @@
 """Who takes part in the virtual world: what is wanted, the workers, and what stands for their engines."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import msgspec
 
 from services.gateway.core.stream import Stream
+from services.worker.core.drafts import MOST_ROWS, Drafts, SoFar
 from services.worker.core.plans import StepWork
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.reports import Identity
@@ -24,7 +26,7 @@ from shared.messages.reports import Capacity, SequenceReport, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
 from tests.virtual_net import Process
 
-END_TOKEN = 2
+END_TOKEN, WRONG_TOKEN = 2, 99
 FINGERPRINT = b"fingerprint"
 WEIGHTS = "11" * 16
 MODEL = "m"
@@ -134,11 +136,39 @@ class WorkerProcess(Process):
         return sum(one.allocated_blocks for one in self.held.values())
 
 
-def step_core(start: Start, pool: Pool, longest_tokens: int, prefixes: Prefixes | None = None) -> StepCore:
+def step_core(
+    start: Start,
+    pool: Pool,
+    longest_tokens: int,
+    prefixes: Prefixes | None = None,
+    drafts: Drafts | None = None,
+) -> StepCore:
     """Of that run of a worker: all that it decides, without an engine."""
     limits = SequenceLimits(longest_tokens, 1_000_000, end_retention_s=60.0, gateway_timeout_s=10.0)
     identity = Identity(*start, MODEL, longest_tokens, "here", WEIGHTS, FINGERPRINT)
-    return StepCore(identity, SequenceTable(pool, limits, prefixes, start))
+    return StepCore(identity, SequenceTable(pool, limits, prefixes, start), drafts=drafts)
+
+
+class TrueDrafts(Drafts):
+    """Knows answers, tells some of each, and then sometimes a wrong token."""
+
+    def __init__(self, truth: Callable[[SequenceRef], tuple[int, Sequence[int]]], dice: Random) -> None:
+        """`truth`: the prompt's tokens, and the answer."""
+        super().__init__(MOST_ROWS - 1)
+        self._truth, self._dice = truth, dice
+
+    def make(self, asked: Sequence[SoFar]) -> list[list[int]]:
+        return [self._draft(one, max(0, min(4, one.most_tokens))) for one in asked]
+
+    def _draft(self, asked: SoFar, most_tokens: int) -> list[int]:
+        prompt_tokens, answer = self._truth(asked.ref)
+        known = answer[len(asked.tokens) - prompt_tokens :][: self._dice.randint(0, most_tokens)]
+        wrong = [WRONG_TOKEN] if self._dice.random() < 0.4 else []
+        return [*known, *wrong][:most_tokens]
+
+    def learn(self, guessed: int, kept: int) -> None:
+        assert 0 <= kept <= guessed
+        super().learn(guessed, kept)
 
 
 def told_tokens(work: StepWork) -> list[Sampled | None]:
@@ -160,7 +190,10 @@ def true_tokens(wanted: Mapping[SequenceKey, Wanted], work: StepWork) -> list[Sa
             continue
         key = item.sequence.ref.key
         truth = wanted[key].answer(key)
-        held = item.sequence.tokens[wanted[key].prompt_tokens :]
+        held = [*item.sequence.tokens[wanted[key].prompt_tokens :], *item.guessed]
+        if item.guessed and (held != truth[: len(held)] or len(held) >= len(truth)):
+            tokens.append(Sampled(WRONG_TOKEN))
+            continue
         assert held == truth[: len(held)], f"{key} went astray at its worker"
         tokens.append(Sampled(truth[len(held)]) if item.samples else None)
     return tokens

@@ -79,6 +79,7 @@ scenarios = st.fixed_dictionaries(
         "moves": st.lists(st.tuples(st.floats(0.3, 6.0), st.integers(0, 99)), max_size=12),
         "cached": st.booleans(),
         "host_blocks": st.sampled_from((0, 0, 8, 40)),
+        "guesses": st.booleans(),
     }
 )
 every_policy = pytest.mark.parametrize("policy", sorted(BUILT_IN))
@@ -106,6 +107,17 @@ def test_moves_come_about(cached: bool) -> None:
     moves = [(0.9 + 0.02 * number, number) for number in range(6)]
     world = play(1, requests, [], 1000, 0.0, moves=moves, cached=cached)
     assert len([moved for moved in world.moved if not moved.reason]) >= 4, world.moved
+
+
+@every_policy
+def test_guesses_come_about_and_no_scheduler_is_put_out_by_them(policy: str) -> None:
+    requests = [(0.1 * number, Wanted(40 + 30 * number, 90, 100)) for number in range(5)]
+    steps, snapshots = [], []
+    for guesses in (False, True):
+        world = play(1, requests, [], 1000, 0.0, policy=policy, guesses=guesses)
+        steps.append(sum(len(worker.step_tokens) for worker in world.workers.values()))
+        snapshots.append(len(world.lines("AskSnapshot")))
+    assert steps[1] < 0.6 * steps[0] and snapshots[1] == snapshots[0]
 
 
 def test_a_sequence_named_twice_by_one_report_is_one_culprit() -> None:
@@ -139,6 +151,7 @@ def play(
     cached: bool = False,
     host_blocks: int = 0,
     policy: str = "vllm",
+    guesses: bool = False,
 ) -> World:
     """Runs one scenario to its end: every answer is the truth, and nothing of it is left anywhere."""
     wanted = [one for _, one in requests]
@@ -151,6 +164,7 @@ def play(
         cached=cached,
         host_blocks=host_blocks,
         policy=BUILT_IN[policy],
+        guesses=guesses,
         rules=Rules(shadows=ShadowRules(from_s=0.001)),
     )
     for at_s, number in moves:

@@ -54,6 +54,7 @@ from tests.shared.messages.builders import predicted
 from tests.stack.actors import (
     FINGERPRINT,
     Request,
+    TrueDrafts,
     Wanted,
     WorkerProcess,
     pulled,
@@ -107,15 +108,17 @@ class World(VirtualNet):
         rules: Rules | None = None,
         pace: Pace = Pace(),
         says: Mapping[str, Any] = MappingProxyType({}),
+        guesses: bool = False,
     ) -> None:
         """`cached`: blocks outlive their sequences, on the device, in `host_blocks`, `disk_blocks` and up to
-        `peer_blocks` that come and go. `says`: what all workers' reports have, whatever is true."""
+        `peer_blocks` that come and go. `says`: what all workers' reports have, whatever is true. `guesses`:
+        workers guess tokens, mostly right ones."""
         super().__init__(seed, loss)
         self.host_blocks, self.disk_blocks, self.peer_blocks = host_blocks, disk_blocks, peer_blocks
         self.tiers: dict[str, VirtualTiers] = {}
         self.prefixes: dict[str, Prefixes] = {}
         self.cached, self.policy, self.rules, self.pace = cached, policy, rules or Rules(), pace
-        self.says = dict(says)
+        self.says, self.guesses = dict(says), guesses
         self.choose: Callable[[list[str | None]], str | None] = self.random.choice
         """Placement: of these workers."""
         self.is_lost: Callable[[SchedulerEffect], bool] = lambda _: False
@@ -143,6 +146,10 @@ class World(VirtualNet):
         self.start_scheduler()
         self.every(pace.tick_s, self.gateway.tick)
         self.every(pace.report_s, self.gateway.report)
+
+    def _truth(self, ref: SequenceRef) -> tuple[int, list[int]]:
+        one = self.wanted[ref.key]
+        return one.prompt_tokens, one.answer(ref.key)
 
     def delay_s(self) -> float:
         return self.random.choice(self.pace.delays_s)
@@ -410,7 +417,8 @@ class World(VirtualNet):
                 self.every(self.pace.beat_s, partial(after, 0.0, mover.visit_peers), worker)
         own = pool if prefixes is None else prefixes.cache
         start, pool_over = (name, worker.incarnation), self.pool_over(worker, own)
-        worker.core = step_core(start, pool_over, self.longest_tokens, prefixes)
+        drafts = TrueDrafts(self._truth, self.random) if self.guesses else None
+        worker.core = step_core(start, pool_over, self.longest_tokens, prefixes, drafts)
         self.every(self.pace.beat_s, lambda: self._beat(worker), worker)
         self.every(self.pace.beat_s, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
 
@@ -470,7 +478,8 @@ class World(VirtualNet):
         if work is None:
             return
         settings = self.rules.settings
-        if settings.chunked_prefill and not self.host_blocks:  # what was put off comes on top of a plan
+        beyond = self.host_blocks or self.guesses  # what was put off and drafts come on top of a plan
+        if settings.chunked_prefill and not beyond:
             assert work.prefilled_tokens + work.decoded_tokens <= settings.token_budget, "over the budget"
         worker.step_tokens.append((work.prefilled_tokens, work.decoded_tokens))
         worker.busy, life = True, worker.life

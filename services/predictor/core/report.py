@@ -53,6 +53,10 @@ class PredictionAudit:
         if predicted is not None and not censored:
             self._scored.append((predicted, output_tokens))
 
+    def forget(self, key: SequenceKey) -> None:
+        """Drop the prediction of a sequence whose answer was cut short."""
+        self._predicted.pop(key, None)
+
     def summary(self) -> dict[str, float | int]:
         """Return counts and the metrics over the window."""
         report = score(self._scored)

@@ -399,6 +399,10 @@ class WorkerPipeline:
             sequence = self.sequences.get(short.ref.key)
             if sequence is not None and sequence.ref == short.ref and sequence.worker_id == self.worker_id:
                 self.policy.on_short(short.ref.key, short.missing_tokens, now_s)
+        for gain in event.gains:
+            sequence = self.sequences.get(gain.ref.key)
+            if sequence is not None and sequence.ref == gain.ref and sequence.worker_id == self.worker_id:
+                self.policy.on_gained(gain.ref.key, gain.tokens, now_s)
         for sent in progress.over:
             if sent.steps_done < sent.batch.steps or sent.passed:
                 self._take_back(sent, self.policy, now_s)

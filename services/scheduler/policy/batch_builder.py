@@ -204,6 +204,21 @@ class JobTable:
         if job.stage is JobStage.COMPLETE and job.missing_tokens > 0:
             job.stage = JobStage.DECODING
 
+    def gain(self, job: Job, tokens: int) -> None:
+        """Add tokens that were not planned, as far as the limit and free blocks allow; a job may be complete
+        with them."""
+        if job.stage is JobStage.WAITING:
+            job.generated_tokens += max(0, min(tokens, job.missing_tokens - 1))
+        elif job.stage is not JobStage.PREFILLING:
+            room_blocks = max(job.held_blocks, job.reserved_blocks + max(0, self.free_blocks))
+            room = room_blocks * self.block_tokens - job.computed_tokens
+            tokens = max(0, min(tokens, job.missing_tokens, room))
+            job.generated_tokens += tokens
+            job.computed_tokens += tokens
+            self.hold(job, max(job.held_blocks, self.blocks_for(job.computed_tokens)))
+            if not job.missing_tokens:
+                job.stage = JobStage.COMPLETE
+
     def note_prefix_hit(self, job: Job, cached_tokens: int) -> None:
         """Record a prefix cache hit of a prefilling job, limited by the free blocks."""
         room_blocks = job.held_blocks + max(0, self.free_blocks)

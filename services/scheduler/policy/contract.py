@@ -355,6 +355,12 @@ class GuardedPolicy:
             self.fail(method, error, about if isinstance(about, tuple) else None)
             return None
 
+    def on_gained(self, key: SequenceKey, tokens: int, now_s: float) -> None:
+        """Call the policy's optional method of that name: tokens were generated beyond those planned. Without
+        it, the policy takes the answer for shorter than it is until a snapshot."""
+        if hasattr(self.inner, "on_gained"):
+            self._call("on_gained", key, tokens, now_s)
+
     def plan(self, now_s: float) -> PlannedBatch | None:
         """Return the next batch; None also after a failure."""
         batch = self._call("plan", now_s)

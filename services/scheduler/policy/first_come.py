@@ -93,6 +93,17 @@ class FirstComePolicy(ABC):
         elif job.stage in (JobStage.DECODING, JobStage.COMPLETE):
             self._table.take_back(job, missing_tokens)
 
+    def on_gained(self, key: SequenceKey, tokens: int, now_s: float) -> None:
+        job = self._table.jobs.get(key)
+        if job is None:
+            return
+        is_waiting = job.stage is JobStage.WAITING
+        if is_waiting:
+            self._dequeue(job)
+        self._table.gain(job, tokens)
+        if is_waiting:
+            self._enqueue(job)
+
     def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
         job = self._table.jobs.get(key)
         if job is not None and job.stage is JobStage.PREFILLING:

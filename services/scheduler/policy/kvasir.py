@@ -109,6 +109,10 @@ class KvasirPolicy(TwoQueuePolicy):
             self._rescue(batch, now_s)
         return self._finish(batch, now_s)
 
+    def on_gained(self, key: SequenceKey, tokens: int, now_s: float) -> None:
+        """See `contract.GuardedPolicy`."""
+        self._correct(key, lambda job: self._table.gain(job, tokens), now_s)
+
     def _shed_for_better(self, batch: BatchBuilder, now_s: float) -> None:
         """Preempt sheddable sequences for a better-class prompt without room, if that would suffice."""
         job = self._better_prompt()

@@ -94,15 +94,22 @@ class TwoQueuePolicy(ABC):
                 self._pinned = None
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
+        if missing_tokens > 0:
+            self._correct(key, lambda job: self._table.take_back(job, missing_tokens), now_s)
+
+    def _correct(self, key: SequenceKey, change: Callable[[Job], None], now_s: float) -> None:
+        """Change a job's tokens, and put it where it belongs then."""
         job = self._table.jobs.get(key)
-        if job is None or job.stage is JobStage.PREFILLING or missing_tokens <= 0:
+        if job is None or job.stage is JobStage.PREFILLING:
             return
         self._take_out(job)
-        self._table.take_back(job, missing_tokens)
+        change(job)
         if job.stage is JobStage.WAITING:
             self._queue_prompt(job, now_s)
         elif job.stage is JobStage.READY:
             self._queue_ready(job, now_s)
+        elif job.stage is JobStage.COMPLETE:
+            self._put_complete(job)
         else:
             self._running[key] = job
             job.end_tokens = max(job.end_tokens, job.computed_tokens + 1)

@@ -207,6 +207,14 @@ class WorkItem(msgspec.Struct, frozen=True, gc=False):
     end_token: int
     samples: bool
     is_decode: bool
+    guessed: tuple[int, ...] = ()
+    """Guesses of the tokens from the first unknown one to this one (`core.drafts`). Empty: it is known."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the guess of this item's token is what the item before it sampled."""
+        tokens = self.sequence.tokens
+        return len(tokens) == self.end_token and tokens[-1] == self.guessed[-1]
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 `services.worker.core.steps` decides when a report is due. Heartbeats are numbered elsewhere."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,9 @@ from services.worker.core.plans import GivenUpPlan, StepWork
 from services.worker.core.sequence import HeldSequence
 from services.worker.kv.core.borrowed_pool import Pool
 from shared.average import averaged
-from shared.messages.plans import EndedSequence, ShortStart, WorkerStepped
+from shared.messages.plans import EndedSequence, Gained, ShortStart, WorkerStepped
 from shared.messages.reports import STEP_TOKEN_BOUNDS, WAIT_BOUNDS_S, StepsReport
-from shared.messages.sequence import FinishReason
+from shared.messages.sequence import FinishReason, SequenceRef
 from shared.messages.values import as_count, as_seconds
 
 
@@ -43,6 +44,8 @@ class StepReports:
         self._pool, self._in_flight = pool, in_flight
         self._unreported = [0, 0]
         """Numbers of tokens prefilled and decoded since the last report."""
+        self.gains: Counter[SequenceRef] = Counter()
+        """Tokens beyond one for each step since the last report."""
 
     def on_step(self, prefilled_tokens: int, decoded_tokens: int) -> None:
         """Count a step for the next report."""
@@ -98,6 +101,9 @@ class StepReports:
     ) -> WorkerStepped:
         """Return the next report, with the blocks that plans may count on."""
         self.last_seq += 1
+        if self.gains:
+            fields["gains"] = tuple(Gained(ref=ref, tokens=tokens) for ref, tokens in self.gains.items())
+            self.gains.clear()
         return WorkerStepped(
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,

@@ -79,6 +79,8 @@ class SequenceTable:
         """Steps may be long; messages that arrive during one are read right after it."""
         self._unreported: list[HeldSequence] = []
         self.late = Latecomers()
+        self.guesses = False
+        """Whether sequences may be ahead of their plans (`core.drafts`)."""
         self.revision = 0
         """Number of changes after which a `DecodeGroup` is invalid."""
         self.in_flight = InFlight(self._give_back)
@@ -173,11 +175,27 @@ class SequenceTable:
                 return PutOff.PUT_OFF if isinstance(item, Decode) else self._put_off(sequence, item)
             sequence.blocks.extend(pool.allocate(missing))
             held_blocks = item.allocated_blocks
-        if held_blocks * self._block_tokens < end:
+        if held_blocks * self._block_tokens < end and not (is_decode and self.make_room(sequence, end)):
             return SkipReason.EXHAUSTED
         if first >= end:
             return None
         return WorkItem(sequence, first, end, end == held_tokens, is_decode)
+
+    def make_room(self, sequence: HeldSequence, tokens: int) -> bool:
+        """Return whether so many of a sequence's tokens have blocks. Where guesses are kept it may need a
+        block before its plan has it; it gets one while an eighth of all are free."""
+        pool, missing = self._own, -(-tokens // self._block_tokens) - len(sequence.blocks)
+        if missing > 0 and self.guesses and pool.free_blocks - missing >= pool.total_blocks // 8:
+            sequence.blocks.extend(pool.allocate(missing))
+            missing = 0
+        return missing <= 0
+
+    def most_guesses(self, sequence: HeldSequence) -> int:
+        """Return how many tokens of a decoding sequence may be guessed: up to one before its limit, and none
+        with a grammar or with blocks of other workers."""
+        if sequence.sampling.grammar or max(sequence.blocks, default=0) >= self._own_ids:
+            return 0
+        return sequence.limit_tokens - sequence.computed_tokens - 2
 
     def resume(self, now_s: float, most_tokens: int) -> list[tuple[SequenceRef, WorkItem | SkipReason]]:
         """Return work that was put off and can run now, up to about `most_tokens`."""

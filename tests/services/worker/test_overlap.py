@@ -1,6 +1,7 @@
 """Steps in flight: answers stay what they are, blocks stay with the step that may write to them."""
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from services.worker.core.costs import find_cost
+from services.worker.core.drafts import Drafts
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
@@ -17,6 +19,7 @@ from services.worker.door import Door
 from services.worker.engine.contract import Engine, StepRows, StepTicket
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
+from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.simulated import SimulatedEngine, answer_tokens, token_at
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.borrowed_pool import ExtendedPool
@@ -26,9 +29,10 @@ from services.worker.kv.transfers import TransferEngine
 from shared.clock import monotonic_s
 from shared.errors import CreditorLost
 from shared.messages.plans import BatchPlan
-from shared.messages.sequence import FinishReason, Sampling
+from shared.messages.sequence import FinishReason, Sampling, SequenceRef
 from tests.services.worker.conftest import ModelFactory
 from tests.shared.messages.builders import acknowledging, cancelling, decode, plan, prefill, ref, spec
+from tests.stack.actors import TrueDrafts
 
 BLOCK_TOKENS, BLOCKS = 4, 96
 SIZES: dict[str, Any] = {
@@ -47,7 +51,14 @@ SEED = next(seed for seed in range(1000) if answer_tokens(seed, 0) == 9)
 class Thread:
     """An engine's thread, turned by hand."""
 
-    def __init__(self, engine: Engine, *, cached: bool = True, borrowed: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        cached: bool = True,
+        borrowed: Sequence[int] = (),
+        drafts: Drafts | None = None,
+    ) -> None:
         assert isinstance(engine, CacheableEngine)
         self.engine = engine
         self.store = open_store(PrefixCacheConfig(), engine, "test", TransferEngine(lambda: None))
@@ -57,7 +68,7 @@ class Thread:
         if pool is not None:
             pool.admit(borrowed)
         self.table = SequenceTable(pool or self.store.cache, limits, prefixes)
-        self.core = StepCore(Identity("worker-0", 1, "model", 200, "host"), self.table)
+        self.core = StepCore(Identity("worker-0", 1, "model", 200, "host"), self.table, drafts=drafts)
         self.effects: list[StepEffects] = []
         self.door = Door(self.core, monotonic_s, self.effects.append)
         self.broken: list[BaseException] = []
@@ -317,3 +328,28 @@ def test_a_models_answers_are_the_same(names: tuple[str, ...], make_model: Model
         told.append({name: thread.tokens(name) for name in names})
         thread.store.close(10.0)
     assert told[0] == told[1] and all(told[0].values())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_guesses_change_no_answer(name: str, attention: AttentionMode, make_model: ModelFactory) -> None:
+    """Rows of one sequence in one step see each other's keys; a wrong guess leaves none behind."""
+    torch.set_num_threads(1)
+    told: list[dict[str, list[int]]] = []
+
+    def truth(one: SequenceRef) -> tuple[int, list[int]]:
+        return 6 + list(SAMPLINGS).index(one.request_id), told[0][one.request_id]
+
+    drafts = TrueDrafts(truth, Random(5))
+    for given in (None, drafts):
+        model = describe(make_model(name))
+        engine = TorchEngine(model, kv_blocks=BLOCKS, block_tokens=BLOCK_TOKENS, attention=attention)
+        thread = Thread(engine, drafts=given)
+        thread.start(SAMPLINGS)
+        thread.turn(60)
+        assert not thread.broken and set(thread.ends()) == set(SAMPLINGS)
+        told.append({each: thread.tokens(each) for each in SAMPLINGS})
+        pool = thread.table.pool
+        assert pool.free_blocks + pool.evictable_blocks == BLOCKS
+        thread.store.close(10.0)
+    assert told[0] == told[1] and min(drafts.kept, drafts.wrong) >= 5

@@ -45,6 +45,10 @@ class RankedPolicy(MaximumPolicy):
         super().on_short(key, missing_tokens, now_s)
         self._sort_running()
 
+    def on_gained(self, key: SequenceKey, tokens: int, now_s: float) -> None:
+        super().on_gained(key, tokens, now_s)
+        self._sort_running()
+
     def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
         super().on_prefix_hit(key, cached_tokens, now_s)
         self._sort_running()
