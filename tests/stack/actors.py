@@ -157,6 +157,10 @@ class TrueDrafts(Drafts):
         super().__init__(MOST_ROWS - 1)
         self._truth, self._dice = truth, dice
 
+    @classmethod
+    def of(cls, wanted: Mapping[SequenceKey, Wanted], dice: Random) -> "TrueDrafts":
+        return cls(lambda ref: (wanted[ref.key].prompt_tokens, wanted[ref.key].answer(ref.key)), dice)
+
     def make(self, asked: Sequence[SoFar]) -> list[list[int]]:
         return [self._draft(one, max(0, min(4, one.most_tokens))) for one in asked]
 

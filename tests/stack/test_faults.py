@@ -202,7 +202,7 @@ async def test_a_trace_for_perfetto_has_those_that_moved_and_those_that_were_res
     before, began_s = stack.child("worker-1")["restarts"], time.time()
 
     async def move_and_kill() -> None:
-        await moving.until_over(await order(moving, 2), within_s=10)
+        await moving.until_over(await order(moving, 4), within_s=10)
         stack.signal("worker-1", signal.SIGKILL)
 
     answers = await stack.client().ask_all(moved_questions(), midway=move_and_kill, after=MOVE_AFTER)

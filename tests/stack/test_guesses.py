@@ -1,6 +1,7 @@
 """Workers guess tokens from the text so far: every answer is what it is without, though a worker dies."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,11 @@ guessing = stack_of("guessing", workers=2, settings=("worker.lookup_tokens=11", 
 
 def questions() -> list[Question]:
     """Answers that go on until they repeat themselves; some are drawn, or penalised for repeating."""
-    ways = [{"temperature": 0}, {"temperature": 0.4, "seed": 3}, {"temperature": 0, "frequency_penalty": 0.2}]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.4, "seed": 3},
+        {"temperature": 0, "frequency_penalty": 0.2},
+    ]
     fields = {"max_tokens": 400, "ignore_eos": True}
     return [Question(ASKED[at], fields | ways[at % len(ways)]) for at in range(6)]
 

@@ -35,16 +35,17 @@ async def test_a_killed_workers_answer_goes_on_from_copies(pair: RunningStack, r
     expected = await roomy.client().ask_all([question()])
     keepers: list[str] = []
 
-    async def kill_its_worker() -> None:
-        async with watching(pair) as watch:
+    async with watching(pair) as watch:
+
+        async def kill_its_worker() -> None:
             seen = await watch.ask("worker", 2)
             victim = next(name for name in seen if told(seen, name, "sequences"))
             keeper = next(name for name in seen if name != victim)
             await watch.until(lambda s: keeper in s and told(s, keeper, "shadow_blocks") >= PROMPT_BLOCKS)
             keepers.append(keeper)
-        pair.signal(victim, signal.SIGKILL)
+            pair.signal(victim, signal.SIGKILL)
 
-    answers = await pair.client().ask_all([question()], midway=kill_its_worker, after=20)
+        answers = await pair.client().ask_all([question()], midway=kill_its_worker, after=5)
     assert_same(answers, expected)
     details = pair.details(keepers[0])
     used = int(details["shadows_used"])

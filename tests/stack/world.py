@@ -147,10 +147,6 @@ class World(VirtualNet):
         self.every(pace.tick_s, self.gateway.tick)
         self.every(pace.report_s, self.gateway.report)
 
-    def _truth(self, ref: SequenceRef) -> tuple[int, list[int]]:
-        one = self.wanted[ref.key]
-        return one.prompt_tokens, one.answer(ref.key)
-
     def delay_s(self) -> float:
         return self.random.choice(self.pace.delays_s)
 
@@ -417,7 +413,7 @@ class World(VirtualNet):
                 self.every(self.pace.beat_s, partial(after, 0.0, mover.visit_peers), worker)
         own = pool if prefixes is None else prefixes.cache
         start, pool_over = (name, worker.incarnation), self.pool_over(worker, own)
-        drafts = TrueDrafts(self._truth, self.random) if self.guesses else None
+        drafts = TrueDrafts.of(self.wanted, self.random) if self.guesses else None
         worker.core = step_core(start, pool_over, self.longest_tokens, prefixes, drafts)
         self.every(self.pace.beat_s, lambda: self._beat(worker), worker)
         self.every(self.pace.beat_s, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)

@@ -2,7 +2,7 @@
 
 A plan states intent: an item is applied where it is valid and otherwise reported with a `SkipReason`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -79,8 +79,7 @@ class SequenceTable:
         """Steps may be long; messages that arrive during one are read right after it."""
         self._unreported: list[HeldSequence] = []
         self.late = Latecomers()
-        self.guesses = False
-        """Whether sequences may be ahead of their plans (`core.drafts`)."""
+        self.make_room: Callable[[HeldSequence, int], bool] = lambda *_: False  # see `core.guessing`
         self.revision = 0
         """Number of changes after which a `DecodeGroup` is invalid."""
         self.in_flight = InFlight(self._give_back)
@@ -180,22 +179,6 @@ class SequenceTable:
         if first >= end:
             return None
         return WorkItem(sequence, first, end, end == held_tokens, is_decode)
-
-    def make_room(self, sequence: HeldSequence, tokens: int) -> bool:
-        """Return whether so many of a sequence's tokens have blocks. Where guesses are kept it may need a
-        block before its plan has it; it gets one while an eighth of all are free."""
-        pool, missing = self._own, -(-tokens // self._block_tokens) - len(sequence.blocks)
-        if missing > 0 and self.guesses and pool.free_blocks - missing >= pool.total_blocks // 8:
-            sequence.blocks.extend(pool.allocate(missing))
-            missing = 0
-        return missing <= 0
-
-    def most_guesses(self, sequence: HeldSequence) -> int:
-        """Return how many tokens of a decoding sequence may be guessed: up to one before its limit, and none
-        with a grammar or with blocks of other workers."""
-        if sequence.sampling.grammar or max(sequence.blocks, default=0) >= self._own_ids:
-            return 0
-        return sequence.limit_tokens - sequence.computed_tokens - 2
 
     def resume(self, now_s: float, most_tokens: int) -> list[tuple[SequenceRef, WorkItem | SkipReason]]:
         """Return work that was put off and can run now, up to about `most_tokens`."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from services.worker.core.decodes import DecodeBatch, SteadyGroup, StepTokens, as_array, by_length
-from services.worker.core.drafts import Drafts, SoFar
+from services.worker.core.drafts import Drafts
 from services.worker.core.frames import AddressedFrame, assemble, decoded, fetched
+from services.worker.core.guessing import Guessing
 from services.worker.core.plans import PlanQueue, PutOff, QueuedPlan, StepWork, WorkItem
 from services.worker.core.reports import Identity, SpeedMeter, StepReports, StepTally
 from services.worker.core.sampling import Sampled
@@ -58,8 +59,7 @@ class StepCore:
         self._plans = PlanQueue()
         self._speed = speed or SpeedMeter()
         self._tally = StepTally()
-        self._drafts = drafts
-        table.guesses = drafts is not None
+        self._guessing = None if drafts is None else Guessing(drafts, table, self._reports.gains)
         self._last: DecodeBatch | None = None
         """The decodes of the step prepared last."""
         self._whole: QueuedPlan | None = None
@@ -79,8 +79,9 @@ class StepCore:
     def guesses(self) -> dict[str, int]:
         """Return how many guessed tokens were kept and how many were wrong, for `status`; nothing without
         guesses. Any thread may call this."""
-        drafts = self._drafts
-        return {} if drafts is None else {"kept_guesses": drafts.kept, "wrong_guesses": drafts.wrong}
+        if self._guessing is None:
+            return {}
+        return {"kept_guesses": self._guessing.drafts.kept, "wrong_guesses": self._guessing.drafts.wrong}
 
     @property
     def has_plans(self) -> bool:
@@ -224,8 +225,8 @@ class StepCore:
                         )
                     )
         decoded_tokens = work.decoded_tokens
-        if self._drafts is not None:
-            decoded_tokens -= self._learn(self._drafts, work, step_s)
+        if self._guessing is not None:
+            decoded_tokens -= self._guessing.learn(work, step_s)
         prefixes = self._table.prefixes
         if prefixes is not None and prefixes.doubted:
             self._table.settle_audits(now_s)
@@ -255,23 +256,6 @@ class StepCore:
             return StepEffects(frames, observed=observed)
         stepped = self._reports.of_step(work, ended, plan_over=is_over, step_s=step_s)
         return StepEffects(frames, (stepped,), observed)
-
-    def _learn(self, drafts: Drafts, work: StepWork, step_s: float) -> int:
-        """Tell the drafts and the reports what became of guesses; return the number of wrong ones."""
-        guessed = {id(item.sequence): item for item in work.others if item.guessed}
-        wrong = 0
-        for item in guessed.values():
-            sequence, tokens = item.sequence, len(item.guessed)
-            kept = max(0, len(sequence.tokens) - (item.first_token - tokens) - 2)
-            drafts.learn(tokens, kept)
-            wrong += tokens - kept
-            if sequence.alive:
-                sequence.begun_tokens = sequence.computed_tokens
-                if kept:
-                    self._reports.gains[sequence.ref] += kept
-        if not work.prefilled_tokens:
-            drafts.on_step(work.decoded_tokens, step_s)
-        return wrong
 
     def _commit_decodes(
         self, batch: DecodeBatch, tokens: Sequence[Sampled | None], now_s: float
@@ -399,8 +383,10 @@ class StepCore:
                     items.append(resumed)
                 else:
                     skipped.append(SkippedItem(ref=ref, reason=resumed))
-        if self._drafts is not None and batch is not None and all(item.is_decode for item in items):
-            batch = self._guessed(self._drafts, batch)
+        guessing = self._guessing
+        if guessing is not None and batch is not None and all(item.is_decode for item in items):
+            batch, is_whole = guessing.take_out(batch, items, self._table.revision)
+            self._whole = self._whole if is_whole else None
         waiting = self._table.put_off
         waits = bool(passed or (waiting and any(item.ref.key in waiting for item in plan.prefills)))
         hits = () if self._table.prefixes is None else self._table.prefixes.take_hits()
@@ -449,27 +435,6 @@ class StepCore:
         if not plain:
             return None
         return SteadyGroup(by_length(plain.values()), size, table.revision).first
-
-    def _guessed(self, drafts: Drafts, batch: DecodeBatch) -> DecodeBatch | None:
-        """Take the sequences that have a draft out of the batch, and make each token of theirs an item."""
-        table, sequences, rest = self._table, batch.group.sequences, list[int]()
-        found = drafts.make(
-            [SoFar(each.ref, each.tokens, 0) for each in (item.sequence for item in self._items)]
-            + [SoFar(each.ref, each.tokens, table.most_guesses(each)) for each in sequences]
-        )
-        for row, (sequence, guesses) in enumerate(zip(sequences, found[len(self._items) :], strict=True)):
-            first = sequence.computed_tokens
-            if not guesses or not table.make_room(sequence, first + 1 + len(guesses)):
-                rest.append(row)
-                continue
-            self._items.append(WorkItem(sequence, first, first + 1, True, True))
-            for at in range(1, len(guesses) + 1):
-                item = WorkItem(sequence, first + at, first + at + 1, True, True, tuple(guesses[:at]))
-                self._items.append(item)
-        if len(rest) == len(sequences):
-            return batch
-        self._whole = None
-        return batch.only(rest, table.revision) if rest else None
 
     def _apply(self, queued: QueuedPlan, item: PrefillChunk | Decode, sequence: HeldSequence | None) -> None:
         """Apply one item of a plan; report it once if it cannot be applied."""

@@ -49,7 +49,7 @@ class _StepSpans:
         ended_s = began_s + step_s
         for item in work.items:
             sequence = item.sequence
-            if not sequence.traceparent:
+            if not sequence.traceparent or item.guessed:
                 continue
             found = self._open.get(sequence.ref)
             if found is None:
@@ -136,9 +136,9 @@ class StepRecord:
         plan, chunks = work.queued.plan, []
         decodes = [] if work.decodes is None else list(work.decodes.group.refs)
         for item in work.others:
-            if item.is_decode:
+            if item.is_decode and not item.guessed:
                 decodes.append(item.sequence.ref)
-            else:
+            elif not item.is_decode:
                 chunks.append((item.sequence.ref, item.first_token, item.end_token))
         fields = {"step_s": step_s, "busy_s": self._busy_s, "heard_s": work.queued.received_s}
         fields |= {"plan": plan.seq, "epoch": plan.epoch}

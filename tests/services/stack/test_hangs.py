@@ -61,7 +61,7 @@ async def test_what_is_stopped_or_stuck_is_replaced_and_what_takes_as_long_as_fo
         row = stopped.row()
         assert row["silent_s"] >= 2.0 and row["state"] == "ready"
         await until(lambda: stopped.restarts == 1 and stopped.state is ChildState.READY)
-        assert time.monotonic() - began_s > 5.0
+        assert time.monotonic() - began_s > 4.5  # its last answer may have come a little before
         assert stopped.last_exit is not None and stopped.last_exit.startswith("hung: no answer for ")
         await until(lambda: stuck.restarts >= 1)
         assert stuck.last_exit is not None and stuck.last_exit.startswith("hung: engine: a step for ")
