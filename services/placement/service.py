@@ -43,12 +43,15 @@ async def run(config: PlacementConfig) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             models = PlacementModels(bus, make, tasks)
-            await bus.attach(HANDLERS, models)
-            await bus.attach(recorder_handlers("placement"), bus.recorder)
-            await bus.watch_departures(models.on_gone)
-            if is_packing or has_roles:
-                await bus.attach(MOVE_HANDLERS, models)
-            canonical(_log, "placement serving", policy=config.policy)
-            await asyncio.Event().wait()
+            try:
+                await bus.attach(HANDLERS, models)
+                await bus.attach(recorder_handlers("placement"), bus.recorder)
+                await bus.watch_departures(models.on_gone)
+                if is_packing or has_roles:
+                    await bus.attach(MOVE_HANDLERS, models)
+                canonical(_log, "placement serving", policy=config.policy)
+                await asyncio.Event().wait()
+            finally:  # A report that comes later would begin a task where none may begin any more.
+                await bus.detach(HANDLERS, models)
     finally:
         await bus.close()

@@ -33,6 +33,11 @@ def test_nothing_is_found_in_some_schedules() -> None:
     simulated("--schedules", str(_SOON), "--processes", "2", timeout_s=280)
 
 
+def test_a_worker_that_reports_while_placement_ends_is_no_error() -> None:
+    """One of 10,000 schedules: the first report of a model came after the last task had been cancelled."""
+    assert simulate(Schedule.of(5301)).violation == ""
+
+
 def test_equal_seeds_run_equally() -> None:
     """Byte for byte what is said on the bus, and when: in other processes, with other hashes."""
     seeds = ("--schedules", str(len(_SEEDS)), "--processes", "1", "--digests")

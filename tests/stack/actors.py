@@ -170,10 +170,6 @@ class TrueDrafts(Drafts):
         wrong = [WRONG_TOKEN] if self._dice.random() < 0.4 else []
         return [*known, *wrong][:most_tokens]
 
-    def learn(self, guessed: int, kept: int) -> None:
-        assert 0 <= kept <= guessed
-        super().learn(guessed, kept)
-
 
 def told_tokens(work: StepWork) -> list[Sampled | None]:
     """An engine whose answers are as long as the first token of their prompt says."""

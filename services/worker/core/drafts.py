@@ -59,7 +59,7 @@ class Drafts:
 
     def __init__(self, most_tokens: int) -> None:
         self.kept = self.wrong = 0
-        """Computed guesses so far."""
+        """Computed guesses so far; whoever computes them counts."""
         self._most_tokens = most_tokens
         self._known: OrderedDict[SequenceRef, _Known] = OrderedDict()
         """Of the last `_MOST_KNOWN` sequences."""
@@ -89,10 +89,6 @@ class Drafts:
         for _, row in chances[:taken]:
             lengths[row] += 1
         return [known.guesses[:length] for known, length in zip(guesses, lengths, strict=True)]
-
-    def learn(self, guessed: int, kept: int) -> None:
-        """Count a draft's tokens."""
-        self.kept, self.wrong = self.kept + kept, self.wrong + guessed - kept
 
     def on_step(self, rows: int, step_s: float) -> None:
         """Note the duration of a step that only decoded."""

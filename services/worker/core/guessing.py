@@ -52,19 +52,18 @@ class Guessing:
     def learn(self, work: StepWork, step_s: float) -> int:
         """Note what became of a step's guesses; return the number of wrong ones."""
         guessed = {id(item.sequence): item for item in work.others if item.guessed}
-        all_wrong = 0
+        drafts, before = self.drafts, self.drafts.wrong
         for item in guessed.values():
             sequence, tokens = item.sequence, len(item.guessed)
             kept = max(0, len(sequence.tokens) - (item.first_token - tokens) - 2)
-            self.drafts.learn(tokens, kept)
-            all_wrong += tokens - kept
+            drafts.kept, drafts.wrong = drafts.kept + kept, drafts.wrong + tokens - kept
             if sequence.alive:
                 sequence.begun_tokens = sequence.computed_tokens
                 if kept:
                     self._gains[sequence.ref] += kept
         if not work.prefilled_tokens:
-            self.drafts.on_step(work.decoded_tokens, step_s)
-        return all_wrong
+            drafts.on_step(work.decoded_tokens, step_s)
+        return drafts.wrong - before
 
     def _most(self, sequence: HeldSequence) -> int:
         """Return how many tokens may be guessed: up to one before the limit, and none with a grammar or with
