@@ -29,7 +29,7 @@ def accounts(stack: RunningStack) -> list[dict[str, Any]]:
     """Of all requests of a run in whose middle a worker is killed."""
     prompts = mixed(EXPLAINED, longest_words=250, seed=3)
     questions = [Question(prompt, {"seed": seed, "max_tokens": 300}) for seed, prompt in enumerate(prompts)]
-    answers = asyncio.run(stack.ask_and_kill(questions, 200, "worker-1"))
+    answers = asyncio.run(stack.ask_and_kill(questions, 60, "worker-1"))
     assert all(answer.complete for answer in answers), [answer.errors for answer in answers]
     deadline_s = time.monotonic() + STACK_PATIENCE_S
     while len(served(stack)) < EXPLAINED and time.monotonic() < deadline_s:
