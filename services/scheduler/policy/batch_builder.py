@@ -209,7 +209,7 @@ class JobTable:
         with them."""
         if job.stage is JobStage.WAITING:
             job.generated_tokens += max(0, min(tokens, job.missing_tokens - 1))
-        elif job.stage is not JobStage.PREFILLING:
+        else:
             room_blocks = max(job.held_blocks, job.reserved_blocks + max(0, self.free_blocks))
             room = room_blocks * self.block_tokens - job.computed_tokens
             tokens = max(0, min(tokens, job.missing_tokens, room))

@@ -9,7 +9,7 @@ arrival. A subclass decides allocation (`_target_blocks`) and starts (`_can_star
 
 from abc import ABC, abstractmethod
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -83,24 +83,19 @@ class FirstComePolicy(ABC):
             self._table.remove(job)
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
-        job = self._table.jobs.get(key)
-        if job is None:
-            return
-        if job.stage is JobStage.WAITING:
-            self._dequeue(job)
-            self._table.take_back(job, missing_tokens)
-            self._enqueue(job)
-        elif job.stage in (JobStage.DECODING, JobStage.COMPLETE):
-            self._table.take_back(job, missing_tokens)
+        self._correct(key, self._table.take_back, missing_tokens)
 
     def on_gained(self, key: SequenceKey, tokens: int, now_s: float) -> None:
+        self._correct(key, self._table.gain, tokens)
+
+    def _correct(self, key: SequenceKey, change: Callable[[Job, int], None], tokens: int) -> None:
         job = self._table.jobs.get(key)
-        if job is None:
+        if job is None or job.stage is JobStage.PREFILLING:
             return
         is_waiting = job.stage is JobStage.WAITING
         if is_waiting:
             self._dequeue(job)
-        self._table.gain(job, tokens)
+        change(job, tokens)
         if is_waiting:
             self._enqueue(job)
 

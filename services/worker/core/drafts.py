@@ -44,7 +44,7 @@ class SoFar(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one sequence."""
+    """Text, guesses and luck of one sequence."""
 
     packed: bytearray = field(default_factory=bytearray)
     """Its tokens, four bytes each."""
