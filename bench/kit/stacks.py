@@ -155,7 +155,7 @@ class Stack(Server):
         argv = [sys.executable, "-m", "services", "status", "--json", "--run-dir", str(self.run_dir)]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_STATUS_S, check=False)
         if done.returncode != 0:
-            raise InternalError(f"the stack does not tell its status: {done.stderr[-300:]}")
+            raise InternalError(f"the stack does not tell its status: {(done.stderr or done.stdout)[-300:]}")
         return dict(json.loads(done.stdout))
 
     def pids(self) -> dict[str, int]:

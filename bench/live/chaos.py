@@ -68,7 +68,7 @@ TIGHT: Settings = {
 }
 """Two workers have about half of the memory that the requests need; one has less than the longest needs.
 Pie has little, so blocks are borrowed as well."""
-_FILLED: Settings = {"worker.kv_blocks": 1024, "worker.host_memory.mb": 320}
+_FILLED: Settings = {"worker.kv_blocks": 512, "worker.host_memory.mb": 64}
 """With `--minutes`: little KV memory, since its first use counts as growth."""
 LONG_TOKENS = 1300
 """Prompt tokens of the longest request; with its answer it exceeds the 1,440 tokens beside Pie's buffers."""

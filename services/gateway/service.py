@@ -1,7 +1,6 @@
 """The gateway process: bus handlers, heartbeat and HTTP servers."""
 
 import asyncio
-import ctypes
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
@@ -53,9 +52,6 @@ from shared.messages.tokens import TokenFrame
 TICK_S = 0.1
 SHUTDOWN_MARGIN_S = 2.0
 _LOOK_S = 0.5
-_M_MMAP_THRESHOLD = -3
-_LARGE_BYTES = 1024 * 1024
-"""Blocks of memory from this size on go back to the system when they are freed: bodies of requests."""
 _logger = log.get_logger("gateway")
 
 HANDLERS = (
@@ -133,8 +129,6 @@ def _batches_of(config: GatewayConfig) -> BatchStore | None:
 
 async def run(config: GatewayConfig) -> None:
     """Serve until cancelled. Then let running answers continue for `shutdown_grace_s`, and fail the rest."""
-    with suppress(AttributeError):  # not glibc
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
     models = Models(
         [Acceptance(each, await asyncio.to_thread(load_codec, each.model)) for each in config.of_models()]
     )
@@ -153,7 +147,7 @@ async def run(config: GatewayConfig) -> None:
         operator = ends.enter_context(closing(bind(*operator_address, "operator_port")))
         bus = await Bus.connect(config.bus, service="gateway", instance=config.instance)
         ends.push_async_callback(bus.close)
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks, bus.served_within():
             now_s = AwakeClock(monotonic_s, lambda: bus.connected)
             sessions = Sessions(config, bus, tasks, now_s)
             urls = {"url": url_of(listener), "operator_url": url_of(operator)}

@@ -41,17 +41,14 @@ async def run(config: PlacementConfig) -> None:
     config.check()
     bus = await Bus.connect(config.bus, service="placement", instance=config.instance)
     try:
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks, bus.served_within():
             models = PlacementModels(bus, make, tasks)
-            try:
-                await bus.attach(HANDLERS, models)
-                await bus.attach(recorder_handlers("placement"), bus.recorder)
-                await bus.watch_departures(models.on_gone)
-                if is_packing or has_roles:
-                    await bus.attach(MOVE_HANDLERS, models)
-                canonical(_log, "placement serving", policy=config.policy)
-                await asyncio.Event().wait()
-            finally:  # A report that comes later would begin a task where none may begin any more.
-                await bus.detach(HANDLERS, models)
+            await bus.attach(HANDLERS, models)
+            await bus.attach(recorder_handlers("placement"), bus.recorder)
+            await bus.watch_departures(models.on_gone)
+            if is_packing or has_roles:
+                await bus.attach(MOVE_HANDLERS, models)
+            canonical(_log, "placement serving", policy=config.policy)
+            await asyncio.Event().wait()
     finally:
         await bus.close()

@@ -184,22 +184,16 @@ class ServedModels:
         """Create the common model. Raises ConfigError for an unknown length model."""
         self._config = config
         self._tasks: asyncio.TaskGroup | None = None
-        self._is_over = False
-        """Whether `run` has ended, so that no model is added."""
         self.common = self._made(config.state_dir)
         """For requests that name no model; the reviser shares its thread."""
         self._named: dict[str, ServedLengths] = {}
 
     async def run(self) -> None:
         """Run batchers and learners until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
+        async with asyncio.TaskGroup() as self._tasks:
             for lengths in {id(one.batcher): one for one in (self.common, *self._named.values())}.values():
                 self._start(lengths)
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self._is_over = True
+            await asyncio.Event().wait()
 
     def of(self, name: str) -> ServedLengths:
         """Return the lengths of a served model; without a name the only one, else the common one."""
@@ -207,7 +201,7 @@ class ServedModels:
             (only,) = self._named.values()
             return only
         known = self._named.get(name)
-        if known is not None or not name or self._is_over or len(self._named) >= MOST_MODELS:
+        if known is not None or not name or len(self._named) >= MOST_MODELS:
             return known or self.common
         if self._config.model in FIXED:
             made = ServedLengths(self.common.batcher)
@@ -339,13 +333,13 @@ async def run(config: PredictorConfig) -> None:
     reviser = None if config.rest_head == "none" else Reviser(common.call, config.rest_head, config.state_dir)
     bus = await Bus.connect(config.bus, service="predictor", instance=config.instance)
     try:
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks, bus.served_within():
             tasks.create_task(served.run())
             predictor = Predictor(bus, served, reviser)
             await bus.attach(HANDLERS, predictor)
             await bus.attach(recorder_handlers("predictor"), bus.recorder)
-            tasks.create_task(predictor.tell())
             canonical(_log, "predictor serving", model=config.model, version=common.model.version)
+            await predictor.tell()
     finally:
         if reviser is not None:
             reviser.save()

@@ -1,7 +1,6 @@
 """Builds the native engine from a worker's settings."""
 
 import contextlib
-import ctypes
 import gc
 import itertools
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from services.worker.engine.progress import LoadProgress
 from services.worker.peers.attention.shares import HALVES
 from services.worker.peers.settings import LendingConfig
 from services.worker.pie.core.sizes import most_fifo_layers, spare_blocks
+from shared.bus.runtime import trim_heap
 from shared.errors import ConfigError
 from shared.grammars import Grammars
 from shared.log import canonical, get_logger
@@ -102,8 +102,7 @@ def _give_back(engine: TorchEngine) -> None:
     """Return to the system what loading and warming up have left in the heap and in the pools."""
     for pool in engine.pools:
         discard(pool)
-    with contextlib.suppress(AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
 
 
 def kv_capacity(config: WorkerConfig, block_bytes: int, free: Callable[[], int]) -> int:

@@ -3,7 +3,8 @@ failures are `shared.errors`; every wait takes a deadline. Commands carry W3C tr
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -210,6 +211,15 @@ class Bus:
         self._served = [served for served in self._served if served not in leaving]
         await asyncio.gather(*(served.stop(self.config.drain_timeout_s) for served in leaving))
 
+    @asynccontextmanager
+    async def served_within(self) -> AsyncIterator[None]:
+        """Serve until the block ends. What comes later would begin tasks whose group has ended."""
+        try:
+            yield
+        finally:
+            self.departures.close()
+            await self.detach([served.spec for served in self._served])
+
     async def publish(self, subject: str, message: msgspec.Struct) -> None:
         """Send an event. While disconnected, buffer it, up to `outbound_buffer_bytes`. Raise MessageTooLarge,
         PermissionRefused (the server refused it), or BusUnavailable (closed, or the buffer is full). The
@@ -305,9 +315,8 @@ class Bus:
         """Stop serving, let running handlers finish within `drain_timeout_s`, and disconnect. Idempotent."""
         if self._closed:
             return
-        self._closed = True
-        self.departures.close()
-        await self.detach([served.spec for served in self._served])
+        async with self.served_within():
+            self._closed = True
         self._inbox.fail(BusUnavailable("the bus is closed"))
         await self._link.close(self.config.drain_timeout_s)
 

@@ -166,17 +166,6 @@ async def test_a_request_without_a_model_name_means_the_only_model() -> None:
     assert served.of("one more") is served.common
 
 
-async def test_a_model_first_named_at_the_end_uses_the_common_one() -> None:
-    """It was started in a task group that was over."""
-    served = ServedModels(PredictorConfig())
-    async with running(served.run()):
-        await asyncio.sleep(0.05)
-        assert served.of("known") is not served.common
-    assert served.of("new") is served.common
-    with pytest.raises(NoResponder):
-        await served.of("new").batcher.predict(LengthQuery(PROMPT, 10))
-
-
 @pytest.mark.parametrize("model", ["constant", "histogram"])
 async def test_models_that_do_not_learn_are_shared(model: str) -> None:
     served = ServedModels(PredictorConfig(model=model))

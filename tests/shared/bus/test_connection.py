@@ -168,6 +168,17 @@ async def test_detach_leaves_the_rest_served(connect_bus: ConnectBus) -> None:
     assert (await caller.request(ASK, Question(number=1), Answer, deadline_s=PATIENCE_S)).number == 1
 
 
+async def test_nothing_is_served_after_the_block_that_serves(connect_bus: ConnectBus) -> None:
+    """A message at the end began tasks in a group that had ended."""
+    bus, caller = await connect_bus("desk", "desk-0"), await connect_bus()
+    async with bus.served_within():
+        await bus.attach(HANDLERS, Desk())
+        assert (await caller.request(ASK, Question(number=1), Answer, deadline_s=PATIENCE_S)).number == 1
+    with pytest.raises(errors.NoResponder):
+        await caller.request(ASK, Question(), Answer, deadline_s=PATIENCE_S)
+    assert bus.connected
+
+
 async def test_micro_discovery_lists_the_endpoints(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
     bus, _ = await desk_on(connect_bus)
     caller = await connect_bus()
