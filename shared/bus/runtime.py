@@ -20,11 +20,9 @@ from shared.config import ServiceConfig, load
 from shared.errors import ConfigError, KvasirError, PermissionRefused
 
 _log = logging.getLogger("kvasir.runtime")
-_STOP_DEADLINE_S = 10.0
+_STOP_DEADLINE_S, _TRIM_S = 10.0, 30.0
 _FULL_COLLECTIONS = 100
 """Collections of the second generation per full one (Python: 10); one stops a busy gateway for 0.2 s."""
-
-_TRIM_S = 30.0
 
 C = TypeVar("C", bound=ServiceConfig)
 Main = Callable[[], Coroutine[Any, Any, None]]
@@ -107,7 +105,7 @@ def fenced(what: str) -> Iterator[None]:
 async def _supervise(main: Main, deadline: threading.Timer) -> int:
     loop = asyncio.get_running_loop()
     task = loop.create_task(main())
-    beside = asyncio.gather(watchdog.beat(), _trim())
+    beside = [loop.create_task(each) for each in (watchdog.beat(), _trim())]
 
     def stop() -> None:
         if not deadline.is_alive():
@@ -117,7 +115,8 @@ async def _supervise(main: Main, deadline: threading.Timer) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     await asyncio.wait({task})
-    beside.cancel()
+    for each in beside:
+        each.cancel()
     was_signalled = deadline.is_alive()
     if not was_signalled:
         deadline.start()
