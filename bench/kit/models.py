@@ -2,8 +2,8 @@
 
 `random-100m` is a small Llama (16 layers of 768, 12 heads on 4 of KV, 104 M parameters) with the bundled
 tokenizer. `random-50m` is narrower (16 layers of 512, 8 heads on 1). `random-1b` has the layers of
-Llama-3.2-1B (973 M parameters, bfloat16), for a GPU. Answers are noise; matrix products cost the same as
-trained ones.
+Llama-3.2-1B (973 M parameters, bfloat16), for a GPU. `random-qwen-0.5b` has Qwen2.5-0.5B's shape. Answers are
+noise; matrix products cost the same as trained ones.
 """
 
 import shutil
@@ -44,6 +44,15 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 64,
+    },
+    "random-qwen-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
     },
 }
 _LARGE = 1024
@@ -101,20 +110,14 @@ def drawn_tokens(dice: Random, vocabulary_: int, count: int) -> list[int]:
 
 def _make(folder: Path, shape: dict[str, Any]) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary(TINY_CHAT),
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        tie_word_embeddings=True,
-        **shape,
-    )
+    common: dict[str, Any] = {"model_type": "llama", "vocab_size": vocabulary(TINY_CHAT)}
+    common |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": True}
+    config = AutoConfig.for_model(**common | {"max_position_embeddings": 4096} | shape)
     folder.mkdir(parents=True, exist_ok=True)
-    model = LlamaForCausalLM(config)  # float32
+    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # float32
     if config.hidden_size >= _LARGE:
         model = model.bfloat16()
     model.save_pretrained(folder, max_shard_size="10GB")

@@ -2,7 +2,8 @@
 
 The text is these pages' decisions, which no model was trained on. Each chunk of it is a prompt of its own.
 `perplexity_NAME` is the perplexity over that of fp32, minus 1. Of a GGUF file fp32 are the values that its
-blocks stand for. Times are CPU time of one thread: the least of several steps.
+blocks stand for. Times are CPU time of one thread: the least of several steps. `bandwidth_share_NAME` is the
+rate at which a step of one row reads weights, over that at which the same thread sums floats in memory.
 """
 
 import math
@@ -21,6 +22,8 @@ from bench.micro.step import decode_rows
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import load
+from services.worker.engine.native.llama import NativeLlama
+from services.worker.engine.native.weights import Arena
 from services.worker.engine.spans import Span
 from shared.messages.sequence import Sampling
 from shared.tokenizer_files import load_tokenizer
@@ -29,6 +32,8 @@ _CHUNK, _BLOCK_TOKENS, _REPEATS = 512, 16, 8
 _FORMATS = ("fp32", "auto", "bf16", "int8", "int4", "kv_bf16", "kv_int8")
 _KV = {"kv_bf16": torch.bfloat16, "kv_int8": torch.int8}
 _BATCHES = (1, 8, 32)
+_FLOATS = 1 << 27
+"""512 MB, which no cache holds."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -42,6 +47,7 @@ def run(context: Context) -> Outcome:
     torch.set_num_threads(1)
     model = str(checkpoint(flags.model))
     chunks = _chunks(model, 2048 if context.quick else flags.tokens)
+    rate = _bytes_per_s()
     losses: dict[str, float] = {}
     figures: dict[str, float] = {}
     rows: list[Sequence[object]] = []
@@ -59,12 +65,13 @@ def run(context: Context) -> Outcome:
             for batch, took_ms in zip(_BATCHES, times_ms, strict=True):
                 figures[f"step_ms_{name}_b{batch}"] = took_ms
             figures[f"prompt_tok_s_{name}"] = len(chunks[0]) / prompt_s
-            rows.append(
-                (name, math.exp(losses[name]), f"{100 * more:+.2f} %", *times_ms, len(chunks[0]) / prompt_s)
-            )
+            share = _weight_bytes(engine) / (times_ms[0] / 1e3) / rate
+            figures[f"bandwidth_share_{name}"] = share
+            said = f"{100 * more:+.2f} %", *times_ms, len(chunks[0]) / prompt_s, share
+            rows.append((name, math.exp(losses[name]), *said))
             progress.advance()
     of_batches = (f"step ms, {batch}" for batch in _BATCHES)
-    columns = ("format", "perplexity", "over fp32", *of_batches, "prompt tok/s")
+    columns = ("format", "perplexity", "over fp32", *of_batches, "prompt tok/s", "bandwidth, 1")
     notes = [f"{sum(map(len, chunks))} tokens in chunks of {_CHUNK}; activations have 16 bits, or 8"]
     return Outcome(figures, 0, [Table("fewer bits", columns, rows)], notes)
 
@@ -76,6 +83,24 @@ def _engine(model: str, weights: str) -> TorchEngine:
     loaded = load(model, dtype="float32", device="cpu", weights="fp32" if weights in _KV else weights)
     loaded = replace(loaded, kv_dtype=_KV.get(weights, loaded.kv_dtype))
     return TorchEngine(loaded, kv_blocks=max(_BATCHES) * 8, block_tokens=_BLOCK_TOKENS, release=True)
+
+
+def _weight_bytes(engine: TorchEngine) -> int:
+    """Return the bytes of the native step's weights; only a few rows of an embedding of its own are read."""
+    assert isinstance(engine._forward, NativeLlama)
+    weights = engine._forward.weights
+    return sum(part.nbytes for part in weights.held) - sum(
+        part.nbytes for pair in weights.rotations for part in pair
+    )
+
+
+def _bytes_per_s() -> float:
+    memory, took_s = Arena(_FLOATS).take(_FLOATS).fill_(1.0), []
+    for _ in range(_REPEATS):
+        began_s = thread_time()
+        memory.sum()
+        took_s.append(thread_time() - began_s)
+    return memory.nbytes / min(took_s)
 
 
 def _chunks(model: str, tokens: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from bench.kit.peers import FASTEST, VLLM_VARIANTS, start_vllm, vllm_binary
 from bench.kit.stacks import start_all
 from bench.live.engine import figures
 from bench.live.engine.duel import BatchCell, Duel, cells, missing, run_turns
-from bench.live.engine.sides import MAX_CONTEXT_TOKENS, Setup, start_kvasir, start_llamacpp
+from bench.live.engine.sides import MAX_CONTEXT_TOKENS, Setup, quantised, start_kvasir, start_llamacpp
 from shared.errors import ConfigError
 
 _ALTERNATIONS, _QUICK_ALTERNATIONS = 5, 2
@@ -34,6 +34,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="models/tiny_chat",
         help=f"folder, GGUF file, or {', '.join(RANDOM_SHAPES)}: random weights, made once [%(default)s]",
     )
+    add(
+        "--type", metavar="Q8_0", help="for both sides, of --peer llamacpp: made by llama-quantize [as it is]"
+    )
     add("--batches", type=_numbers, help="concurrent requests [1,8,32,64]")
     add("--contexts", type=_numbers, help="prompt tokens [100,500; a random model: 100]")
     add("--output-tokens", type=int, help="of every answer [64; a random model: 32]")
@@ -47,8 +50,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(context: Context) -> Outcome:
     """Run the bench. Raises ConfigError if the peer is not installed or a run cannot be resumed."""
     flags, quick = context.arguments, context.quick
-    if flags.gguf and flags.peer != "llamacpp":
-        raise ConfigError("--gguf has the weights of --peer llamacpp", param="gguf")
+    if (flags.gguf or flags.type) and flags.peer != "llamacpp":
+        raise ConfigError("--gguf and --type are for --peer llamacpp", param="peer")
     random = flags.model in RANDOM_SHAPES
     workload = cells(
         flags.contexts or ([100] if quick or random else [100, 500]),
@@ -58,6 +61,8 @@ def run(context: Context) -> Outcome:
     alternations = flags.alternations or (_QUICK_ALTERNATIONS if quick else _ALTERNATIONS)
     turns = [(turn, cell) for turn in range(alternations) for cell in workload]
     model = checkpoint(flags.model)
+    if flags.type:
+        model = quantised(model, flags.type)
     peer = {"name": flags.peer, **({"weights": flags.gguf.name} if flags.gguf else {})}
     if flags.peer == "vllm":
         peer["variant"] = flags.vllm

@@ -1,4 +1,4 @@
-"""Convert a Llama checkpoint to GGUF in F32: `python gguf_convert.py FOLDER FILE`, in llama.cpp's
+"""Convert a Llama or Qwen2 checkpoint to GGUF in F32: `python gguf_convert.py FOLDER FILE`, in llama.cpp's
 environment.
 
 It imports only gguf and numpy, which that environment has.
@@ -32,10 +32,12 @@ _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 def convert(folder: Path, target: Path) -> None:
     """Write `target`. Raises KeyError for an unknown tensor."""
     config = json.loads((folder / "config.json").read_text())
-    writer = GGUFWriter(str(target), "llama")
+    writer = GGUFWriter(str(target), config["model_type"])
     _write_shape(writer, config)
     _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if config["model_type"] != "llama":
+        heads = {}
     for name, tensor in _tensors(folder / "model.safetensors"):
         own = _name(name)
         kind = own.split(".")[-2]
@@ -107,15 +109,15 @@ def _tensors(file: Path) -> Iterator[tuple[str, Array]]:
 
 
 def _name(name: str) -> str:
-    stem = name.removesuffix(".weight")
+    stem, _, kind = name.rpartition(".")
     if stem in _NAMES:
-        return f"{_NAMES[stem]}.weight"
+        return f"{_NAMES[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{_LAYER_NAMES[part]}.weight"
+    return f"blk.{layer}.{_LAYER_NAMES[part]}.{kind}"
 
 
 def _interleaved(weight: Array, heads: int) -> Array:
-    """Interleave the rotary halves, because llama.cpp rotates adjacent pairs."""
+    """Interleave the rotary halves, because llama.cpp rotates adjacent pairs of a Llama."""
     rows, columns = weight.shape
     split = weight.reshape(heads, 2, rows // heads // 2, columns)
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(rows, columns))

@@ -74,6 +74,17 @@ def llamacpp_binary() -> str:
     return found
 
 
+def quantised(model: Path, kind: str) -> Path:
+    """Return the checkpoint as GGUF in a type of llama.cpp's, as its own `llama-quantize` makes it. Raises
+    ConfigError if that fails."""
+    source = gguf(model)
+    target = CACHE / f"{source.stem}-{kind}.gguf"
+    if not target.exists():
+        tool, part = Path(llamacpp_binary()).with_name("llama-quantize"), target.with_suffix(".part")
+        _convert([str(tool), "--allow-requantize", str(source), str(part), kind], part, target)
+    return target
+
+
 def gguf(model: Path) -> Path:
     """Return the checkpoint as GGUF, converting a folder on first use. Raises ConfigError if that fails."""
     if is_gguf(str(model)):
@@ -86,8 +97,12 @@ def gguf(model: Path) -> Path:
     part = target.with_suffix(".part")
     CACHE.mkdir(parents=True, exist_ok=True)
     argv = [str(python), str(Path(__file__).with_name("gguf_convert.py")), str(model), str(part)]
+    _convert(argv, part, target)
+    return target
+
+
+def _convert(argv: list[str], part: Path, target: Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=_CONVERT_DEADLINE_S, check=False)
     if done.returncode != 0:
-        raise ConfigError(f"{model.name} cannot be converted to GGUF: {done.stderr.strip()[-500:]}")
+        raise ConfigError(f"{target.name} cannot be made: {done.stderr.strip()[-500:]}")
     part.replace(target)
-    return target

@@ -50,6 +50,20 @@ def test_a_peer_that_is_not_set_up_says_how_to(tmp_path: Path, monkeypatch: pyte
         gguf(tmp_path / "model")
 
 
+def test_types_of_llama_cpp_are_for_it_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["engine", "--out", str(tmp_path), "--type", "Q8_0"]) == 2
+    assert "--type are for --peer llamacpp" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not (ROOT / ".venv-llamacpp" / "bin").exists(), reason="make setup-llamacpp")
+def test_against_llamacpp_with_weights_of_its_making(tmp_path: Path) -> None:
+    done = engine(tmp_path, "--peer", "llamacpp", "--type", "Q8_0")
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path)["failures"] == 0
+
+
 @pytest.mark.parametrize("wrong", ["0", "1,x", ""])
 def test_wrong_numbers_are_refused(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(SystemExit):
