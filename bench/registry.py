@@ -71,7 +71,7 @@ BENCHES = (
     Bench("serve", "live.serve.bench", "sustained rate on a tight KV: policies of ours and vLLM, live"),
     Bench("sim-check", "live.sim_check.bench", "the simulator's error against a live run on this machine"),
     Bench("sim-ecoserve", "simulated.ecoserve.bench", "EcoServe and kvasir against their rivals, simulated"),
-    Bench("lookup", "live.lookup", "guessing tokens from the text so far: what it brings"),
+    Bench("settings", "live.settings", "two sets of settings, turn by turn: speed of chats, same answers?"),
     Bench("structured", "live.structured", "answers held to JSON schemas: their cost, and are they valid"),
     Bench(
         "together", "live.together.bench", "what the mechanisms for short memory bring, together and alone"
