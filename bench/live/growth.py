@@ -2,13 +2,14 @@
 
 Growth is the slope of a line through the second half of the samples; caches fill in the first. It is the
 steepest slope of any process; a restarted process counts as a new one. `grown_mb_most` is the most that any
-process has grown since the first quarter.
+process has grown since the first quarter, from the median of up to ten samples to that of the last ones.
 """
 
 import subprocess
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import psutil
@@ -19,8 +20,8 @@ from bench.kit.stats import slope
 KINDS = {"rss_mb": "MB", "descriptors": "", "tasks": "", "blocks": ""}
 """Units by kind."""
 _HOUR_S = 3600.0
-_LEAST = 4
-"""Least number of samples for a slope."""
+_LEAST, _ENDS = 4, 10
+"""Least number of samples for a slope; number of those at either end of a growth."""
 
 
 @dataclass
@@ -79,7 +80,11 @@ class Growth:
         rss = self.samples["rss_mb"].values()
         quarter_s = max((samples[-1][0] for samples in rss), default=0.0) / 4
         later = [[mb for at_s, mb in samples if at_s >= quarter_s] for samples in rss]
-        grown = [each[-1] - each[0] for each in later if len(each) > 1]
+        grown = [
+            median(each[-ends:]) - median(each[:ends])
+            for each in later
+            if (ends := min(_ENDS, len(each) // 2))
+        ]
         return {"grown_mb_most": max(grown), "run_dir_mb": self.run_dir_mb} if grown else {}
 
     def rows(self) -> list[tuple[str, str, str, str]]:

@@ -24,7 +24,7 @@ from shared.errors import KvasirError
 from shared.grammars import GrammarMatcher, Grammars, Words, words_of
 
 _log = getLogger("kvasir.worker.grammars")
-_MOST_GRAMMARS = 256
+_MOST_GRAMMARS = 64
 """Number of compiled grammars kept."""
 _MOST_RESTING = 64
 """Number of matchers kept beside those of the step's rows, about 15 kB each."""

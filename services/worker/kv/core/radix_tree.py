@@ -21,7 +21,7 @@ class Tier(IntEnum):
     """Host memory lent by other workers."""
 
 
-_KEPT_MOVES = 65_536
+_KEPT_MOVES = 8192
 _NOWHERE: list[int | None] = [None] * len(Tier)
 NEAREST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.PEER, Tier.DISK)
 
