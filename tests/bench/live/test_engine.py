@@ -172,6 +172,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     served.tree.end()
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_a_side_is_measured_before_and_after_a_pause(served: Server) -> None:
     rounds = bodies(CELL, vocabulary(TINY_CHAT), random.Random(1))

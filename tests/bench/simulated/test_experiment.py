@@ -80,6 +80,7 @@ def test_what_a_run_wrote_is_repeated_to_the_digit_elsewhere(tmp_path: Path) -> 
     assert (other["figures"]["cells_same"], other["failures"]) == (3, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_a_live_cell_starts_a_stack_of_its_own(tmp_path: Path) -> None:
     text = LIVE
