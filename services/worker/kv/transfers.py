@@ -299,6 +299,7 @@ class _CopyThread:
             else:
                 ticket.wait(_CLAIMED_S)
             ticket.ended()
+            del ticket.ended  # It refers to the ticket, which would wait for a full collection.
 
     def _is_held(self, ticket: Ticket[Any]) -> bool:
         if ticket.route < Route.READ or self._closing.is_set() or not self._is_reading():

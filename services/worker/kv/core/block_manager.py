@@ -30,6 +30,10 @@ class Tiers:
     """Maximum number of blocks in other workers' host memory."""
 
 
+_LEAST_GHOSTS, _MOST_GHOSTS = 1024, 65_536
+"""Bounds of the number of dropped blocks whose uses are known: 8 for each block that there is room for."""
+
+
 class Inventory:
     """The tree of named blocks, the device's pool, the lower tiers' slots, and the orders of eviction."""
 
@@ -38,7 +42,8 @@ class Inventory:
         self.residency = pool.residency if isinstance(pool, GrownPool) else None
         """Where blocks in use lie, if they may lie in host memory; None: all are on the device."""
         self.tree = PrefixTree()
-        self.history = ReuseHistory()
+        blocks = pool.ids + tiers.host_blocks + tiers.disk_blocks + tiers.peer_blocks
+        self.history = ReuseHistory(min(_MOST_GHOSTS, max(_LEAST_GHOSTS, 8 * blocks)))
         self.device = make(Tier.DEVICE, self.history)
         rows = None if self.residency is None else self.residency.rows
         self.host = SlotPool(tiers.host_blocks, make(Tier.HOST, self.history), rows)
