@@ -1,6 +1,8 @@
 """Each ticket has one answer, the urgent go first, what nobody waits for gives way to a step that reads."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -79,6 +81,23 @@ def test_what_nobody_waits_for_gives_way_to_a_step_that_reads(route: Route) -> N
         later = at.start(route, "later")
         assert later is not None and later.wait(PATIENCE_S)
         assert later.held_until_s == 0
+
+
+def test_an_ended_ticket_is_freed_without_a_collection() -> None:
+    """Those of a worker waited for a full one, which is rare: tens of MB."""
+    answers: list[str] = []
+    with rig() as at:
+        ticket = at.start(Route.STORE, "s", on_ended=answers.append)
+        assert ticket is not None and ticket.wait(PATIENCE_S) and at.woken.acquire(timeout=PATIENCE_S)
+        at.engine.settle()
+        seen = weakref.ref(ticket)
+        gc.disable()
+        try:
+            del ticket
+            assert at.engine.run(Route.WRITE, lambda: "", "", size_bytes=0, within_s=PATIENCE_S) == ""
+            assert seen() is None and answers == ["s"]
+        finally:
+            gc.enable()
 
 
 def test_more_than_may_be_open_are_refused_and_none_after_the_end() -> None:
