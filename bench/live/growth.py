@@ -8,7 +8,9 @@ process has grown since the first quarter, from the median of up to ten samples 
 import subprocess
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -43,7 +45,7 @@ class Growth:
         for name, pid in pids.items():
             try:
                 process = psutil.Process(pid)
-                self.note("rss_mb", (name, pid), at_s, process.memory_info().rss / 1e6)
+                self.note("rss_mb", (name, pid), at_s, (process.memory_info().rss - _shared(pid)) / 1e6)
                 self.note("descriptors", (name, pid), at_s, process.num_fds())
             except psutil.NoSuchProcess:
                 continue
@@ -98,6 +100,15 @@ class Growth:
                 ends = f"{samples[0][1]:.1f} → {samples[-1][1]:.1f} {KINDS[kind]}".strip()
                 made.append((kind, process[0], ends, f"{rise:+.2f}"))
         return made
+
+
+def _shared(pid: int) -> int:
+    """Return the bytes of memory that processes share: rings of links, which are touched on first use."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssShmem:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def slopes_of(
