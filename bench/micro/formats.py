@@ -25,6 +25,7 @@ from services.worker.engine.loading import load
 from services.worker.engine.native.llama import NativeLlama
 from services.worker.engine.native.weights import Arena
 from services.worker.engine.spans import Span
+from shared.errors import ConfigError
 from shared.messages.sequence import Sampling
 from shared.tokenizer_files import load_tokenizer
 
@@ -87,7 +88,8 @@ def _engine(model: str, weights: str) -> TorchEngine:
 
 def _weight_bytes(engine: TorchEngine) -> int:
     """Return the bytes of the native step's weights; only a few rows of an embedding of its own are read."""
-    assert isinstance(engine._forward, NativeLlama)
+    if not isinstance(engine._forward, NativeLlama):
+        raise ConfigError("the native step does not compute this model: see its log", param="model")
     weights = engine._forward.weights
     return sum(part.nbytes for part in weights.held) - sum(
         part.nbytes for pair in weights.rotations for part in pair

@@ -338,8 +338,9 @@ async def run(config: PredictorConfig) -> None:
             predictor = Predictor(bus, served, reviser)
             await bus.attach(HANDLERS, predictor)
             await bus.attach(recorder_handlers("predictor"), bus.recorder)
+            tasks.create_task(predictor.tell())
             canonical(_log, "predictor serving", model=config.model, version=common.model.version)
-            await predictor.tell()
+            await asyncio.Event().wait()
     finally:
         if reviser is not None:
             reviser.save()

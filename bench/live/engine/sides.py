@@ -95,13 +95,13 @@ def gguf(model: Path) -> Path:
     if not python.exists():
         raise ConfigError("making a GGUF file needs the package gguf: run `make setup-llamacpp` first")
     part = target.with_suffix(".part")
-    CACHE.mkdir(parents=True, exist_ok=True)
     argv = [str(python), str(Path(__file__).with_name("gguf_convert.py")), str(model), str(part)]
     _convert(argv, part, target)
     return target
 
 
 def _convert(argv: list[str], part: Path, target: Path) -> None:
+    CACHE.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(argv, capture_output=True, text=True, timeout=_CONVERT_DEADLINE_S, check=False)
     if done.returncode != 0:
         raise ConfigError(f"{target.name} cannot be made: {done.stderr.strip()[-500:]}")

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.anthropic import error_body
 from services.gateway.counters import Counters, EndedRequest, ModelFigures
-from services.gateway.errors import HttpError, ShuttingDown, error_response, free_frames, shown
+from services.gateway.errors import ClientGone, HttpError, ShuttingDown, error_response, free_frames, shown
 from services.gateway.http.connection import ENGAGE
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.text.choice_text import ChoiceText
@@ -306,7 +306,10 @@ def _stamped(record: RequestRecord, send: Send) -> Send:
             if record.ignored:
                 added.append((IGNORED_HEADER, ", ".join(map(quote, record.ignored)).encode()))
             message = {**message, "headers": [*message.get("headers", ()), *added]}
-        await send(message)
+        try:
+            await send(message)
+        except OSError:  # as ASGI has it; uvicorn itself says nothing
+            raise ClientGone from None
 
     return stamped
 

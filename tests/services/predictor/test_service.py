@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -119,10 +120,11 @@ async def test_concurrent_questions_share_calls_of_the_model(connect_bus: Connec
     assert {answer.p50_tokens for answer in told} == {128} and served.common.batcher.batches < 200
 
 
+@pytest.mark.parametrize("rest_head", ["distribution", "none"])
 async def test_only_a_regressor_learns(
-    bus_config: BusConfig, connect_bus: ConnectBus, tmp_path: Path
+    bus_config: BusConfig, connect_bus: ConnectBus, tmp_path: Path, rest_head: Any
 ) -> None:
-    config = PredictorConfig(bus=bus_config, model="regressor", state_dir=tmp_path)
+    config = PredictorConfig(bus=bus_config, model="regressor", rest_head=rest_head, state_dir=tmp_path)
     client = await connect_bus("gateway", "gateway-0")
     async with running(run(config)), asyncio.timeout(20.0):
         while True:

@@ -1,6 +1,7 @@
 """Processes: started for real, signalled for real."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -8,9 +9,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shared.bus import fenced
+from shared.bus.runtime import trim_heap
 from shared.errors import NotLeader
 from tests.nats_server import NatsServer
 
@@ -150,3 +153,14 @@ def test_a_turn_that_raises_is_logged_and_the_next_one_comes(caplog: pytest.LogC
     assert turns == [0, 1, 2] and [bool(record.exc_info) for record in caplog.records] == [False, True, True]
     with pytest.raises(asyncio.CancelledError), fenced("toy loop"):
         raise asyncio.CancelledError
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc")
+def test_what_was_freed_between_what_is_held_goes_back() -> None:
+    process = psutil.Process()
+    held = [bytes(1000) for _ in range(100_000)]
+    kept = held[::200]
+    del held
+    before = process.memory_info().rss
+    trim_heap()
+    assert before - process.memory_info().rss > 5e7 and len(kept) == 500
