@@ -75,33 +75,40 @@ inline void load_up_to(const T* from, int lanes, Part (&parts)[PARTS]) {
   load_parts(some, parts);
 }
 
-// Computes scores of `M` queries and `N` columns, with at least `COUNT` accumulators to keep the FMA units busy.
+// Computes scores of `M` queries and `N` columns. Products are summed in four parts of the dimensions, whatever `M` and
+// `N`, so that a score is the same in any batch; as many parts at once as keep the FMA units busy.
 template <class T, int M, int N, bool PARTIAL>
 inline void score_columns(const float* query, int head_dim, const T* const* keys, int64_t stride, int lanes,
                           const T* const* ahead, float* scores) {
-  constexpr int SPLIT = M * N >= 4 ? 1 : 4 / (M * N);
-  Part sum[SPLIT][M][N][PARTS] = {};
-  auto step = [&](int d, int part) __attribute__((always_inline)) {
-    Part key[N][PARTS];
-    for (int n = 0; n < N; n++) {
-      const T* from = keys[n] + d * stride;
-      load_up_to<PARTIAL>(from, lanes, key[n]);
-      if (!PARTIAL) prefetch(ahead[n] + d * LANES);
-    }
+  constexpr int SPLIT = 4, AT_ONCE = M * N >= 3 ? 1 : SPLIT / (M * N);
+  const int size = head_dim / SPLIT;
+  for (int first = 0; first < SPLIT; first += AT_ONCE) {
+    Part sum[AT_ONCE][M][N][PARTS] = {};
+    auto step = [&](int d, int part) __attribute__((always_inline)) {
+      Part key[N][PARTS];
+      for (int n = 0; n < N; n++) {
+        const T* from = keys[n] + d * stride;
+        load_up_to<PARTIAL>(from, lanes, key[n]);
+        if (!PARTIAL) prefetch(ahead[n] + d * LANES);
+      }
+      for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++)
+          for (int p = 0; p < PARTS; p++) sum[part][m][n][p] += query[m * head_dim + d] * key[n][p];
+    };
+    for (int d = first * size; d < (first + 1) * size; d++)
+      for (int part = 0; part < AT_ONCE; part++) step(d + part * size, part);
+    if (first + AT_ONCE == SPLIT)
+      for (int d = SPLIT * size; d < head_dim; d++) step(d, AT_ONCE - 1);
     for (int m = 0; m < M; m++)
-      for (int n = 0; n < N; n++)
-        for (int p = 0; p < PARTS; p++) sum[part][m][n][p] += query[m * head_dim + d] * key[n][p];
-  };
-  int d = 0;
-  for (; d + SPLIT <= head_dim; d += SPLIT)
-    for (int part = 0; part < SPLIT; part++) step(d + part, part);
-  for (; d < head_dim; d++) step(d, 0);
-  for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) {
-      for (int part = 1; part < SPLIT; part++)
-        for (int p = 0; p < PARTS; p++) sum[0][m][n][p] += sum[part][m][n][p];
-      store_parts(scores + m * CHUNK + n * LANES, sum[0][m][n]);
-    }
+      for (int n = 0; n < N; n++) {
+        float* to = scores + m * CHUNK + n * LANES;
+        Part total[PARTS] = {};
+        if (first) load_parts(to, total);
+        for (int part = 0; part < AT_ONCE; part++)
+          for (int p = 0; p < PARTS; p++) total[p] += sum[part][m][n][p];
+        store_parts(to, total);
+      }
+  }
 }
 
 template <class T, int M>
@@ -218,13 +225,14 @@ struct Operator {
     return std::min(position(tile, row) + 1, spans.key_end[tile.span]);
   }
 
-  // Finds the slots that any row of the tile sees.
+  // Finds the slots that any row of the tile sees, from the start of a column on: a key has the same lane in any tile.
   void find_columns(const Tile& tile, std::vector<Column>& columns, std::vector<int32_t>& blocks) const {
     columns.clear();
     blocks.clear();
     const int end = end_key(tile, tile.rows - 1), tokens = pool.block_tokens;
     const int32_t* table = spans.blocks + spans.table_start[tile.span];
-    for (int key = first_key(tile, 0); key < end;) {
+    const int first = first_key(tile, 0) - spans.table_position[tile.span];
+    for (int key = spans.table_position[tile.span] + first - first % tokens % LANES; key < end;) {
       int from_table = key - spans.table_position[tile.span], offset = from_table % tokens;
       int lanes = std::min({LANES, tokens - offset, end - key});
       int64_t block = (int64_t)table[from_table / tokens] * pool.kv_heads;
@@ -233,6 +241,12 @@ struct Operator {
       blocks.push_back(offset == 0 || columns.size() == 1 ? table[from_table / tokens] : -1);
       key += lanes;
     }
+  }
+
+  // Returns how many columns of the first chunk lie before the tile's first: chunks begin at the same keys in any tile.
+  int missing_columns(const Tile& tile, const std::vector<Column>& columns, int step) const {
+    const int tokens = pool.block_tokens, key = columns[0].position - spans.table_position[tile.span];
+    return (key / tokens * ((tokens + LANES - 1) / LANES) + key % tokens / LANES) % step;
   }
 
   // Verifies a chunk, which is then in the cache for the computation.
@@ -336,12 +350,13 @@ struct Operator {
     const T* values = static_cast<const T*>(pool.value) + kv_head * head_stride_value();
     const int by_size = CHUNK_BYTES / (int)(pool.head_dim * LANES * sizeof(T));
     const int step = std::clamp(by_size, 2, CHUNK_COLUMNS), columns = (int)work.columns.size();
-    for (int done = 0; done < columns; done += step) {
+    int count = columns ? step - missing_columns(tile, work.columns, step) : 0;
+    for (int done = 0; done < columns; done += count, count = step) {
       const Column* chunk = work.columns.data() + done;
-      const int count = std::min(step, columns - done);
+      count = std::min(count, columns - done);
       const T* ahead[CHUNK_COLUMNS];
       for (int c = 0; c < count; c++) {
-        const int next = done + step + c;
+        const int next = done + count + c;
         // After the last chunk prefetch the next KV head of the same blocks.
         ahead[c] = next < columns ? keys + work.columns[next].key : keys + head_stride_key() + work.columns[c].key;
       }

@@ -60,7 +60,8 @@ struct AttendCall {
 };
 
 // Returns 0, a negative number for unsupported arguments (see library.py), or -4 with an invalid output if a block does
-// not match its digest. Without digests it reads only slots that a row sees.
+// not match its digest. Without digests it reads only columns of sixteen slots of which a row sees one.
+// A row gives the same bits in any batch and chunk.
 KVASIR_API int32_t kv_attend(const KvPool* pool, const Spans* spans, const AttendCall* call);
 
 // Writes K and V [rows, kv_heads, dim] (fp32, row strides in elements) to their slots (block * block_tokens + offset);

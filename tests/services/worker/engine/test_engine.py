@@ -62,7 +62,7 @@ def test_a_token_does_not_depend_on_what_else_is_in_the_batch(
     dice = random.Random(5)
     prompts = [[dice.randrange(VOCABULARY) for _ in range(length)] for length in (2, 9, 21, 40)]
     sampling = Sampling(seed=11, max_tokens=64, temperature=temperature, top_p=0.95, top_k=40)
-    answers = []
+    answers, pools = [], []
     for together in (True, False):
         model = replace(describe(make_model("llama")), kv_dtype=kv)
         engine = TorchEngine(model, kv_blocks=128, block_tokens=BLOCK_TOKENS)
@@ -71,9 +71,13 @@ def test_a_token_does_not_depend_on_what_else_is_in_the_batch(
         groups = [[0, 1, 2, 3]] if together else [[0], [1], [2], [3]]
         for group in groups:
             for _ in range(20):
-                sequences.step(group, most_tokens=64 if together else 8)
+                sequences.step(group, most_tokens=64 if together else 7)
         answers.append([sequences.answer(index, 14) for index in range(4)])
+        pools.append(
+            [pool[blocks[:5]] for blocks in sequences.blocks for pair in engine.pools for pool in pair]
+        )
     assert answers[0] == answers[1]
+    assert all(torch.equal(one, other) for one, other in zip(*pools, strict=True)), "the same bits of KV"
 
 
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3}

@@ -1,5 +1,6 @@
 """The C++ operator against attention's definition: any shape, block size, window, dtype and partition."""
 
+import copy
 import dataclasses
 import logging
 import math
@@ -142,6 +143,21 @@ def test_it_is_attention_over_what_each_row_sees(case: Case) -> None:
     """Slots of no sequence are NaN: one of them read, and the result would be, too."""
     world = World(dataclasses.replace(case, parts=()))
     assert_close(attend(world), world)
+
+
+@settings(max_examples=100)
+@given(cases)
+@example(Case(32, 1, 3, 64, 64, ((600, 7),), window_tokens=300))
+def test_a_row_gives_the_same_bits_in_a_span_of_its_own(case: Case) -> None:
+    world = World(case)
+    alone = copy.copy(world)
+    rows = [(first + at, 1) for first, count in case.rows for at in range(count)]
+    alone.case = dataclasses.replace(case, rows=tuple(rows))
+    alone.tables = [
+        table for table, (_, count) in zip(world.tables, case.rows, strict=True) for _ in range(count)
+    ]
+    for together, apart in zip(attend(world), attend(alone), strict=True):
+        assert torch.equal(together, apart)
 
 
 @settings(max_examples=100)
