@@ -21,6 +21,8 @@ from shared.errors import ConfigError, KvasirError, PermissionRefused
 
 _log = logging.getLogger("kvasir.runtime")
 _STOP_DEADLINE_S, _TRIM_S = 10.0, 30.0
+_M_ARENA_MAX = -8
+"""Of glibc's `mallopt`."""
 _FULL_COLLECTIONS = 100
 """Collections of the second generation per full one (Python: 10); one stops a busy gateway for 0.2 s."""
 
@@ -38,6 +40,7 @@ def run_main(service: str, config_type: type[C], run: Callable[[C], Coroutine[An
         print(f"error: {service}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     log.configure(config.log_level, service, config.instance, config.log_format)
+    share_heap()
     gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTIONS)
     with spans.exported(config.traces, service, config.instance):
         watchdog.start(config.instance)
@@ -127,6 +130,12 @@ async def _trim() -> None:
     while True:
         await asyncio.sleep(_TRIM_S)
         await asyncio.to_thread(trim_heap)
+
+
+def share_heap() -> None:
+    """Let later threads share the main thread's heap: `trim_heap` gives back the end of no other."""
+    with suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def trim_heap() -> None:

@@ -164,3 +164,37 @@ def test_what_was_freed_between_what_is_held_goes_back() -> None:
     before = process.memory_info().rss
     trim_heap()
     assert before - process.memory_info().rss > 5e7 and len(kept) == 500
+
+
+_IN_A_THREAD = """
+import threading, psutil
+from shared.bus.runtime import share_heap, trim_heap
+
+def rss():
+    return psutil.Process().memory_info().rss
+
+def fill(mb):
+    return bytearray(mb << 20)
+
+def work():
+    fill(30)  # After it, those that are no larger come from the heap.
+    fill(20)
+    freed.set()
+    is_over.wait()
+
+share_heap()
+freed, is_over = threading.Event(), threading.Event()
+thread = threading.Thread(target=work)
+before = rss()
+thread.start()
+freed.wait()
+trim_heap()
+print(rss() - before)
+is_over.set()
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc")
+def test_what_a_thread_freed_at_the_end_of_its_heap_goes_back() -> None:
+    done = subprocess.run([sys.executable, "-c", _IN_A_THREAD], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2e6
