@@ -16,7 +16,7 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help sbom up down status logs chat test test-vllm dev check lint types layers house mutants format simulate slow clients lm-eval docs diagrams lock wheels secrets dashboards axe compose-test readme-test newcomer setup-vllm setup-llamacpp clean
+.PHONY: help sbom up down status logs chat test test-formats test-vllm dev check lint types layers house mutants format simulate slow clients lm-eval docs diagrams lock wheels secrets dashboards axe compose-test readme-test newcomer setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -54,6 +54,14 @@ test-vllm: .venv/.dev ## the tests with vLLM workers (make setup-vllm first: wit
 	  KVASIR_WORKER__ENGINE=vllm $(BIN)/python -m pytest $(OF_ANY_ENGINE) $(ARGS) \
 	    && $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS); \
 	else echo "make test-vllm: skipped: vLLM is not set up here, which make setup-vllm does (1.5 GB)"; fi
+
+OF_ANY_FORMAT := $(patsubst %,tests/stack/test_%.py,openai structured faults prefix_cache host_tier peer_cache \
+  swap mell roles shadows pie distattention)
+
+test-formats: .venv/.dev ## the stack's tests with weights and KV of fewer bits
+	@for each in int8:int8 int4:bfloat16 bf16:int8; do echo "weights:kv_dtype $$each"; \
+	  KVASIR_WORKER__WEIGHTS=$${each%:*} KVASIR_WORKER__KV_DTYPE=$${each#*:} \
+	  $(BIN)/python -m pytest -m "not slow and not gpu and not vllm" $(OF_ANY_FORMAT) $(ARGS) || exit 1; done
 
 dev: .venv/.dev ## set up what tests, checks and pictures need
 

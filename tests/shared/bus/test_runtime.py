@@ -170,26 +170,19 @@ _IN_A_THREAD = """
 import threading, psutil
 from shared.bus.runtime import share_heap, trim_heap
 
-def rss():
-    return psutil.Process().memory_info().rss
-
-def fill(mb):
-    return bytearray(mb << 20)
-
 def work():
-    fill(30)  # After it, those that are no larger come from the heap.
-    fill(20)
+    bytearray(30 << 20)  # After it, those that are no larger come from the heap.
+    bytearray(20 << 20)
     freed.set()
     is_over.wait()
 
 share_heap()
-freed, is_over = threading.Event(), threading.Event()
-thread = threading.Thread(target=work)
-before = rss()
-thread.start()
+freed, is_over, this = threading.Event(), threading.Event(), psutil.Process()
+before = this.memory_info().rss
+threading.Thread(target=work).start()
 freed.wait()
 trim_heap()
-print(rss() - before)
+print(this.memory_info().rss - before)
 is_over.set()
 """
 
