@@ -124,6 +124,8 @@ class OpenChoice:
     heard_s: float = 0.0
     deaths: int = 0
     """Number of workers that died while they ran it."""
+    stopped_tokens: int | None = None
+    """Length of the answer when its stop string was complete."""
     _terms: tuple[int, int] = (0, 0)
     """Number of schedulers since the last new token, and the number of tokens."""
 

@@ -191,8 +191,8 @@ class Sessions:
     def finish(self, sequence: OpenChoice, output_tokens: int) -> None:
         """End a sequence whose stop string is complete; cancel it if it still runs."""
         if sequence.stream.is_open:
+            sequence.stopped_tokens = output_tokens
             self.apply(sequence, sequence.stream.cancel())
-            self._tell_finished(sequence, output_tokens, FinishReason.STOP)
 
     def close(self, exchange: Exchange) -> None:
         for sequence in exchange.sequences:
@@ -369,15 +369,16 @@ class Sessions:
         self.dispatch.note("tokens complete", stream.ref, **found)
         for cause, count in stream.handovers.items():
             self.counters.handovers.labels(cause).inc(count)
-        if stream.phase is StreamPhase.ENDED and stream.finish_reason is not None:
-            self._tell_finished(sequence, len(stream.tokens), stream.finish_reason)
-
-    def _tell_finished(self, sequence: OpenChoice, output_tokens: int, reason: FinishReason) -> None:
+        tokens, ended = len(stream.tokens), FinishReason.CANCELLED
+        if sequence.stopped_tokens is not None:
+            tokens, ended = sequence.stopped_tokens, FinishReason.STOP
+        elif stream.phase is StreamPhase.ENDED:
+            ended = stream.finish_reason or ended
         event = SequenceFinished(
-            ref=sequence.stream.ref,
+            ref=stream.ref,
             prompt=sequence.prompt,
-            output_tokens=output_tokens,
-            finish_reason=reason,
+            output_tokens=tokens,
+            finish_reason=ended,
             max_tokens=sequence.sampling.max_tokens,
             model=sequence.exchange.model,
         )

@@ -292,7 +292,7 @@ class GatewayReported(Message, frozen=True, kw_only=True):
 
 
 class SequenceFinished(Message, frozen=True, kw_only=True):
-    """Gateway → predictor: one complete answer, sent once."""
+    """Gateway → predictor: an answer is over, complete or not, sent once."""
 
     ref: SequenceRef
     prompt: bytes

@@ -107,10 +107,11 @@ async def test_answers_are_told_to_learners(
     desk.finish(exchange.sequences[1], output_tokens=2)
     desk.finish(exchange.sequences[0], output_tokens=1)
     desk.close(exchange)
-    await until(lambda: len(learner.finished) == 2)
+    await until(lambda: len(learner.finished) == 3)
     await asyncio.sleep(0.05)
+    assert len(learner.finished) == 3, "each once"
     told = {event.ref.choice: (event.output_tokens, event.finish_reason) for event in learner.finished}
-    assert told == {0: (3, FinishReason.STOP), 1: (2, FinishReason.STOP)}
+    assert told == {0: (3, FinishReason.STOP), 1: (2, FinishReason.STOP), 2: (0, FinishReason.CANCELLED)}
 
 
 async def test_frames_that_come_together_wake_the_reader_once(desk: Sessions) -> None:
