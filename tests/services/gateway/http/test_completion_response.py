@@ -16,7 +16,7 @@ from services.gateway.errors import ClientGone
 from services.gateway.exchange import Exchange
 from services.gateway.http.completion_response import KEEP_ALIVE, SALT_BYTES, EventStream, salt_of
 from services.gateway.http.connection import DIRECT_WRITER, ENGAGE, DirectWriter, bind, make_server
-from shared.messages.sequence import unpack_tokens
+from shared.messages.sequence import FinishReason, unpack_tokens
 from tests.patience import until
 from tests.services.gateway.conftest import ANSWER, MakeStack, Stack, encode_chat
 from tests.services.gateway.fakes import MODEL
@@ -174,7 +174,8 @@ async def test_a_client_that_leaves_frees_its_sequence_at_once(stack: Stack, str
     await until(lambda: not any(worker.held for worker in stack.workers), within_s=5.0)
     await until(lambda: bool(stack.scheduler.cancelled), within_s=5.0)
     assert len(set(stack.scheduler.cancelled)) == 1, "said again only to a heartbeat that overtook it"
-    assert stack.scheduler.finished == []
+    await until(lambda: bool(stack.scheduler.finished), within_s=5.0)
+    assert [event.finish_reason for event in stack.scheduler.finished] == [FinishReason.CANCELLED]
 
 
 async def test_completions_take_texts_and_tokens(stack: Stack) -> None:
