@@ -75,40 +75,25 @@ inline void load_up_to(const T* from, int lanes, Part (&parts)[PARTS]) {
   load_parts(some, parts);
 }
 
-// Computes scores of `M` queries and `N` columns. Products are summed in four parts of the dimensions, whatever `M` and
-// `N`, so that a score is the same in any batch; as many parts at once as keep the FMA units busy.
+// Computes scores of `M` queries and `N` columns. Products are summed in the order of the dimensions, whatever `M` and `N`,
+// so that a score is the same in any batch.
 template <class T, int M, int N, bool PARTIAL>
 inline void score_columns(const float* query, int head_dim, const T* const* keys, int64_t stride, int lanes,
                           const T* const* ahead, float* scores) {
-  constexpr int SPLIT = 4, AT_ONCE = M * N >= 3 ? 1 : SPLIT / (M * N);
-  const int size = head_dim / SPLIT;
-  for (int first = 0; first < SPLIT; first += AT_ONCE) {
-    Part sum[AT_ONCE][M][N][PARTS] = {};
-    auto step = [&](int d, int part) __attribute__((always_inline)) {
-      Part key[N][PARTS];
-      for (int n = 0; n < N; n++) {
-        const T* from = keys[n] + d * stride;
-        load_up_to<PARTIAL>(from, lanes, key[n]);
-        if (!PARTIAL) prefetch(ahead[n] + d * LANES);
-      }
-      for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++)
-          for (int p = 0; p < PARTS; p++) sum[part][m][n][p] += query[m * head_dim + d] * key[n][p];
-    };
-    for (int d = first * size; d < (first + 1) * size; d++)
-      for (int part = 0; part < AT_ONCE; part++) step(d + part * size, part);
-    if (first + AT_ONCE == SPLIT)
-      for (int d = SPLIT * size; d < head_dim; d++) step(d, AT_ONCE - 1);
+  Part sum[M][N][PARTS] = {};
+  for (int d = 0; d < head_dim; d++) {
+    Part key[N][PARTS];
+    for (int n = 0; n < N; n++) {
+      const T* from = keys[n] + d * stride;
+      load_up_to<PARTIAL>(from, lanes, key[n]);
+      if (!PARTIAL) prefetch(ahead[n] + d * LANES);
+    }
     for (int m = 0; m < M; m++)
-      for (int n = 0; n < N; n++) {
-        float* to = scores + m * CHUNK + n * LANES;
-        Part total[PARTS] = {};
-        if (first) load_parts(to, total);
-        for (int part = 0; part < AT_ONCE; part++)
-          for (int p = 0; p < PARTS; p++) total[p] += sum[part][m][n][p];
-        store_parts(to, total);
-      }
+      for (int n = 0; n < N; n++)
+        for (int p = 0; p < PARTS; p++) sum[m][n][p] += query[m * head_dim + d] * key[n][p];
   }
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) store_parts(scores + m * CHUNK + n * LANES, sum[m][n]);
 }
 
 template <class T, int M>
