@@ -376,7 +376,7 @@ class Sessions:
             ended = stream.finish_reason or ended
         event = SequenceFinished(
             ref=stream.ref,
-            prompt=sequence.prompt,
+            prompt=b"" if ended is FinishReason.CANCELLED else sequence.prompt,
             output_tokens=tokens,
             finish_reason=ended,
             max_tokens=sequence.sampling.max_tokens,

@@ -292,7 +292,7 @@ class GatewayReported(Message, frozen=True, kw_only=True):
 
 
 class SequenceFinished(Message, frozen=True, kw_only=True):
-    """Gateway → predictor: an answer is over, complete or not, sent once."""
+    """Gateway → predictor: an answer is over, sent once; without its prompt if it was cut short."""
 
     ref: SequenceRef
     prompt: bytes
