@@ -73,7 +73,7 @@ def run(context: Context) -> Outcome:
             progress.advance()
     of_batches = (f"step ms, {batch}" for batch in _BATCHES)
     columns = ("format", "perplexity", "over fp32", *of_batches, "prompt tok/s", "bandwidth, 1")
-    notes = [f"{sum(map(len, chunks))} tokens in chunks of {_CHUNK}; activations have 16 bits, or 8"]
+    notes = [f"{sum(map(len, chunks))} tokens in chunks of {_CHUNK}; int8 and int4: activations of 8 bits"]
     return Outcome(figures, 0, [Table("fewer bits", columns, rows)], notes)
 
 

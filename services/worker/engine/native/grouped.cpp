@@ -4,10 +4,19 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
+#include <utility>
 
 #include "vector.h"
 
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__) && !defined(KVASIR_PORTABLE)
+#include <immintrin.h>
+#define KVASIR_VNNI 1
+constexpr bool kIsWide = true;
+constexpr int kBias = 128;  // makes activations unsigned beside weights of 8 bits, which are signed
+#else
+constexpr bool kIsWide = false;
+constexpr int kBias = 0;
+#endif
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(KVASIR_PORTABLE)
 #include <immintrin.h>
 #define KVASIR_AVX2 1
@@ -28,7 +37,7 @@ struct Form {
   static constexpr bool kHalves = halves, kHasLeast = has_least;
   static constexpr int kNumbers = kColumns * group * bits / 8;
   static constexpr int kScales = kColumns * (halves ? 2 : 4);
-  static constexpr int kTileRows = bits == 4 ? 4 : 3;  // as many as keep their sums in registers
+  static constexpr int kTileRows = kIsWide ? 8 : bits == 4 ? 4 : 3;  // as many as keep their sums in registers
   static constexpr int kBytes = kNumbers + kScales * (has_least ? 2 : 1);
 };
 using FourHalves = Form<4, 32, true, true>;
@@ -92,25 +101,21 @@ void put_scale(uint8_t* scales, int column, float value) {
   }
 }
 
-// Byte of a record with an input's number. Four bits: quads of inputs of 8 columns; inputs 16 to 31 are the high
-// nibbles. Eight bits: pairs of inputs of 16 columns.
+// Byte of a record with an input's number: quads of inputs of 16 columns. Of four bits, inputs 16 to 31 are the high
+// nibbles.
 template <class F>
 int place(int column, int input) {
-  if constexpr (F::kBits == 4)
-    return ((input & 15) / 4 * 2 + column / 8) * 32 + column % 8 * 4 + input % 4;
-  else
-    return input / 2 * 2 * kColumns + column * 2 + input % 2;
+  return (F::kBits == 4 ? input & 15 : input) / 4 * 4 * kColumns + column * 4 + input % 4;
 }
 
-// Activations of some rows in 8 bits, or 16 beside weights of 8: numbers [rows][inputs], a scale and scaled sum for each group.
+// Activations of some rows in 8 bits: numbers [rows][inputs], and a scale and scaled sum for each group.
 struct Rounded {
-  const void* numbers;  // int8 for four bits, int16 for eight
+  const int8_t* numbers;  // beside weights of 8 bits with kBias
   const float* scales;
   const float* sums;
 };
 
-template <class Number>
-void round_row(const float* row, int32_t inputs, Number* numbers, float* scales, float* sums) {
+void round_row(const float* row, int32_t inputs, int32_t bias, int8_t* numbers, float* scales, float* sums) {
   using namespace panels;
   for (int32_t first = 0; first < inputs; first += kGroup, row += kGroup, numbers += kGroup) {
     Vec most{}, poison{};
@@ -121,7 +126,7 @@ void round_row(const float* row, int32_t inputs, Number* numbers, float* scales,
     }
     float widest = 0;
     for (int lane = 0; lane < kLanes; ++lane) widest = most[lane] > widest ? most[lane] : widest;
-    constexpr float kMost = std::numeric_limits<Number>::max();
+    constexpr float kMost = 127;
     const float inverse = widest > 0 ? kMost / widest : 0.0f, scale = widest / kMost + sum(poison);
     IntVec total{};
     for (int i = 0; i < kGroup; i += kLanes) {
@@ -130,7 +135,7 @@ void round_row(const float* row, int32_t inputs, Number* numbers, float* scales,
       std::memcpy(&number, &shifted, sizeof number);
       number -= 0x4B400000;
       total += number;
-      for (int lane = 0; lane < kLanes; ++lane) numbers[i + lane] = static_cast<Number>(number[lane]);
+      for (int lane = 0; lane < kLanes; ++lane) numbers[i + lane] = static_cast<int8_t>(number[lane] + bias);
     }
     int32_t added = 0;
     for (int lane = 0; lane < kLanes; ++lane) added += total[lane];
@@ -139,7 +144,69 @@ void round_row(const float* row, int32_t inputs, Number* numbers, float* scales,
   }
 }
 
-#ifdef KVASIR_AVX2
+#if defined(KVASIR_VNNI)
+
+template <class F>
+inline __m512 scales_at(const uint8_t* from) {
+  if constexpr (F::kHalves)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  else
+    return _mm512_loadu_ps(from);
+}
+
+inline __m512i four_bytes(const void* from) {
+  int32_t word;
+  std::memcpy(&word, from, 4);
+  return _mm512_set1_epi32(word);
+}
+
+template <int kRows>
+using Sums = __m512[kRows];
+
+// Adds one group's products of kRows rows, by dot products of four bytes, the first unsigned.
+template <class F, int kRows>
+inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, Sums<kRows>& sums) {
+  __m512i products[kRows] = {};
+  const int64_t groups = inputs / kGroup, group = first / kGroup;
+  const int8_t* numbers = a.numbers + first;
+  if constexpr (F::kBits == 4) {
+    const __m512i mask = _mm512_set1_epi8(15);
+#pragma GCC unroll 4
+    for (int quad = 0; quad < 4; ++quad) {
+      const __m512i raw = _mm512_loadu_si512(record + 64 * quad);
+      const __m512i low = _mm512_and_si512(raw, mask), high = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const int8_t* own = numbers + row * inputs + 4 * quad;
+        products[row] = _mm512_dpbusd_epi32(products[row], low, four_bytes(own));
+        products[row] = _mm512_dpbusd_epi32(products[row], high, four_bytes(own + 16));
+      }
+    }
+  } else {
+    __m512i biased{};  // what kBias adds to each product
+#pragma GCC unroll 8
+    for (int quad = 0; quad < F::kInputs / 4; ++quad) {
+      const __m512i weights = _mm512_loadu_si512(record + 64 * quad);
+      biased = _mm512_dpbusd_epi32(biased, _mm512_set1_epi8(static_cast<int8_t>(kBias)), weights);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row)
+        products[row] = _mm512_dpbusd_epi32(products[row], four_bytes(numbers + row * inputs + 4 * quad), weights);
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) products[row] = _mm512_sub_epi32(products[row], biased);
+  }
+  const uint8_t* scales = record + F::kNumbers;
+  const __m512 scale = scales_at<F>(scales), least = F::kHasLeast ? scales_at<F>(scales + F::kScales) : __m512{};
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) {
+    const __m512 own = _mm512_set1_ps(a.scales[row * groups + group]);
+    sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(products[row]), own), scale, sums[row]);
+    if constexpr (F::kHasLeast)
+      sums[row] = _mm512_fmadd_ps(least, _mm512_set1_ps(a.sums[row * groups + group]), sums[row]);
+  }
+}
+
+#elif defined(KVASIR_AVX2)
 
 template <class F>
 inline __m256 scales_at(const uint8_t* from, int v) {
@@ -163,8 +230,9 @@ template <class F, int kRows>
 inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, int64_t first, Sums<kRows>& sums) {
   __m256i products[kRows][2] = {};
   const int64_t groups = inputs / kGroup, group = first / kGroup;
+  const int8_t* numbers = a.numbers + first;
+  const __m256i ones = _mm256_set1_epi16(1);
   if constexpr (F::kBits == 4) {
-    const int8_t* numbers = static_cast<const int8_t*>(a.numbers) + first;
     const __m256i mask = _mm256_set1_epi8(15);
     // 8 products of pairs, 2 · 15 · 127 each, fit into 16 bits
 #pragma GCC unroll 1  // else the sums are reassociated, and leave the registers
@@ -184,23 +252,22 @@ inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, i
         }
       }
     }
-    const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row)
       for (int v = 0; v < 2; ++v) products[row][v] = _mm256_madd_epi16(products[row][v], ones);
   } else {
-    const int16_t* numbers = static_cast<const int16_t*>(a.numbers) + first;
 #pragma GCC unroll 1
-    for (int pair = 0; pair < F::kInputs / 2; ++pair) {
-      const __m128i* from = reinterpret_cast<const __m128i*>(record + 32 * pair);
-      const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128(from));
-      const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1));
+    for (int quad = 0; quad < F::kInputs / 4; ++quad) {
+      const __m256i* from = reinterpret_cast<const __m256i*>(record + 64 * quad);
+      const __m256i w0 = _mm256_loadu_si256(from), w1 = _mm256_loadu_si256(from + 1);
+      const __m256i size0 = _mm256_abs_epi8(w0), size1 = _mm256_abs_epi8(w1);
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
-        const __m256i b = four_bytes(reinterpret_cast<const int8_t*>(numbers + row * inputs + 2 * pair));
-        const __m256i p0 = _mm256_madd_epi16(w0, b), p1 = _mm256_madd_epi16(w1, b);
-        products[row][0] = _mm256_add_epi32(products[row][0], p0);
-        products[row][1] = _mm256_add_epi32(products[row][1], p1);
+        const __m256i b = four_bytes(numbers + row * inputs + 4 * quad);
+        const __m256i p0 = _mm256_maddubs_epi16(size0, _mm256_sign_epi8(b, w0));  // 2 · 128 · 127 fits into 16 bits
+        const __m256i p1 = _mm256_maddubs_epi16(size1, _mm256_sign_epi8(b, w1));
+        products[row][0] = _mm256_add_epi32(products[row][0], _mm256_madd_epi16(p0, ones));
+        products[row][1] = _mm256_add_epi32(products[row][1], _mm256_madd_epi16(p1, ones));
       }
     }
   }
@@ -231,12 +298,7 @@ inline void add_group(const uint8_t* record, const Rounded& a, int64_t inputs, i
   for (int row = 0; row < kRows; ++row) {
     int32_t products[kColumns] = {};
     for (int input = 0; input < F::kInputs; ++input) {
-      const int64_t at = row * inputs + first + input;
-      int32_t value;
-      if constexpr (F::kBits == 4)
-        value = static_cast<const int8_t*>(a.numbers)[at];
-      else
-        value = static_cast<const int16_t*>(a.numbers)[at];
+      const int32_t value = a.numbers[row * inputs + first + input];
       for (int column = 0; column < kColumns; ++column) {
         const uint8_t byte = record[place<F>(column, input)];
         const int32_t weight = F::kBits == 8 ? static_cast<int8_t>(byte) : input < 16 ? byte & 15 : byte >> 4;
@@ -267,20 +329,21 @@ void multiply_tile(const uint8_t* panel, int64_t ahead, const Rounded& a, int32_
   std::memcpy(sums, own, sizeof own);
 }
 
+// Multiplies tiles of 1 to kTileRows rows.
+template <class F, int... kLess>
+void multiply_tile_of(int rows, std::integer_sequence<int, kLess...>, const uint8_t* panel, int64_t ahead,
+                      const Rounded& a, int32_t inputs, float* sums) {
+  ((rows == kLess + 1 ? multiply_tile<F, kLess + 1>(panel, ahead, a, inputs, sums) : void()), ...);
+}
+
 template <class F>
 void multiply_rows(const uint8_t* panel, const Rounded& a, int32_t inputs, int32_t rows, float* sums) {
-  constexpr int number = F::kBits == 4 ? 1 : 2;
   const int64_t groups = inputs / kGroup;
   int64_t ahead = rows <= F::kTileRows ? kAhead : inputs / F::kInputs * F::kBytes;
   for (int32_t row = 0; row < rows; row += F::kTileRows) {
-    const Rounded own{static_cast<const uint8_t*>(a.numbers) + row * inputs * int64_t{number}, a.scales + row * groups,
-                      a.sums + row * groups};
-    switch (std::min(F::kTileRows, rows - row)) {
-      case 1: multiply_tile<F, 1>(panel, ahead, own, inputs, sums + row * kColumns); break;
-      case 2: multiply_tile<F, 2>(panel, ahead, own, inputs, sums + row * kColumns); break;
-      case 3: multiply_tile<F, 3>(panel, ahead, own, inputs, sums + row * kColumns); break;
-      default: multiply_tile<F, F::kTileRows>(panel, ahead, own, inputs, sums + row * kColumns);
-    }
+    const Rounded own{a.numbers + int64_t{row} * inputs, a.scales + row * groups, a.sums + row * groups};
+    multiply_tile_of<F>(std::min(F::kTileRows, rows - row), std::make_integer_sequence<int, F::kTileRows>{}, panel,
+                        ahead, own, inputs, sums + row * kColumns);
     ahead = 0;
   }
 }
@@ -313,10 +376,10 @@ int32_t panels_of(int32_t outputs, int32_t width) { return (outputs + width - 1)
 template <class F>
 void multiply_grouped(const Matrix& matrix, const float* a, int64_t a_stride, float* c, int64_t c_stride, int32_t rows,
                       int32_t epilogue, int32_t threads, float* scratch) {
-  using Number = std::conditional_t<F::kBits == 4, int8_t, int16_t>;
+  constexpr int32_t bias = F::kBits == 8 ? kBias : 0;
   const int64_t inputs = matrix.inputs, groups = inputs / kGroup;
-  Number* numbers = reinterpret_cast<Number*>(scratch);
-  float* scales = scratch + rows * inputs / 2;
+  int8_t* numbers = reinterpret_cast<int8_t*>(scratch);
+  float* scales = scratch + rows * inputs / 4;
   float* totals = scales + rows * groups;
   const int32_t width = epilogue >= GEMM_SILU_MUL ? kHalf : kColumns;
   const int32_t panels = panels_of(matrix.outputs, width);
@@ -325,7 +388,8 @@ void multiply_grouped(const Matrix& matrix, const float* a, int64_t a_stride, fl
   {
 #pragma omp for schedule(static)
     for (int32_t row = 0; row < rows; ++row)
-      round_row(a + row * a_stride, matrix.inputs, numbers + row * inputs, scales + row * groups, totals + row * groups);
+      round_row(a + row * a_stride, matrix.inputs, bias, numbers + row * inputs, scales + row * groups,
+                totals + row * groups);
     for (int32_t first = 0; first < rows; first += kRowBlock) {
       const int32_t count = std::min(kRowBlock, rows - first);
       const Rounded own{numbers + first * inputs, scales + first * groups, totals + first * groups};
@@ -401,7 +465,7 @@ void matrix_row(const Matrix* matrix, int64_t output, float* row) {
   });
 }
 
-int64_t matrix_scratch(int32_t inputs) { return inputs / 2 + inputs / kGroup * 2; }
+int64_t matrix_scratch(int32_t inputs) { return inputs / 4 + inputs / kGroup * 2; }
 
 void matrix_multiply(const Matrix* matrix, const float* a, int64_t a_stride, float* c, int64_t c_stride, int32_t rows,
                      int32_t epilogue, int32_t threads, float* scratch) {

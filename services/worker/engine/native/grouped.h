@@ -1,7 +1,8 @@
 // Matrix products with weights of 4 or 8 bits in groups, C = A · Wᵀ: a weight is scale · number + least.
 //
-// Activations are rounded in groups of 32 of a row, to 16 bits, or 8 beside weights of 4. Products are summed as integers within a group and as
-// floats over the groups, in order, so a row's result is bit-identical for any batch, blocking and number of threads.
+// Activations are rounded in groups of 32 of a row, to 8 bits. Products are summed as integers within a group and as
+// floats over the groups, in order, so a row's result is bit-identical for any batch, blocking, number of threads and
+// instruction set.
 // A matrix is stored as panels of 16 outputs; a panel has one record for each group: the numbers, then the scales,
 // then the least values. A pair for GEMM_SILU_MUL has 8 outputs of each matrix in a panel.
 #pragma once
