@@ -26,6 +26,9 @@ class Answer:
     chunks: int = 0
     done: bool = False
     errors: list[Any] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Ids, where the question asks for them."""
 
     @property
     def complete(self) -> bool:
@@ -111,6 +114,8 @@ class Client:
         if chunk.get("usage"):
             answer.completion_tokens = chunk["usage"]["completion_tokens"]
             answer.cached_tokens = (chunk["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        answer.prompt += chunk.get("prompt_token_ids") or []
         for choice in chunk["choices"]:
+            answer.tokens += choice.get("token_ids") or []
             answer.text += choice["delta"].get("content") or ""
             answer.finish_reason = choice["finish_reason"] or answer.finish_reason
