@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.kit.context import Context, check_resumable, read_cells
 from bench.kit.cores import Cores
-from bench.kit.models import RANDOM_SHAPES, checkpoint, vocabulary
+from bench.kit.models import RANDOM_SHAPES, checkpoint, plain_folder, vocabulary
 from bench.kit.outcome import Outcome
 from bench.kit.peers import FASTEST, VLLM_VARIANTS, start_vllm, vllm_binary
 from bench.kit.stacks import start_all
@@ -101,8 +101,8 @@ def _measure(
     if flags.peer == "vllm":
         vllm_binary()
         settings: dict[str, Any] = {"engine_core": setup.engine_core, "context_tokens": MAX_CONTEXT_TOKENS}
-        settings |= {"max_sequences": setup.max_sequences, "kv_gib": setup.kv_gib}
-        peer = partial(start_vllm, setup.run_dir, setup.model, VLLM_VARIANTS[flags.vllm], **settings)
+        settings |= {"max_sequences": most, "kv_gib": flags.kv_gib, "model": plain_folder(model)}
+        peer = partial(start_vllm, setup.run_dir, variant=VLLM_VARIANTS[flags.vllm], **settings)
     else:
         peer = partial(start_llamacpp, setup)
     with ExitStack() as running:
