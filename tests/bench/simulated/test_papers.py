@@ -7,8 +7,9 @@ import pytest
 
 from bench.cli import main
 from bench.kit.plots import Chart
-from bench.papers import bench, claims, pie
+from bench.papers import bench, claims, ecoserve, pie
 from bench.papers.claims import Claim, Effort, Finding, Picture, Rule, Study, Verdict, judge, points
+from bench.simulated.ecoserve.measures import measure_reference
 
 QUICK = Effort(quick=True)
 
@@ -32,6 +33,14 @@ def test_a_paper_holds_in_kind(study: str) -> None:
     findings = [Finding(one, claim, figures) for claim in one.claims if claim.figure in figures]
     held = {finding.claim.figure for finding in findings if finding.verdict is not Verdict.NOT}
     assert held >= EXPECTED[study], [(finding.claim.figure, finding.sentence) for finding in findings]
+
+
+def test_ecoserve_holds_in_kind_at_the_arrivals_of_its_table_2() -> None:
+    cases = {side: ecoserve._case(side, "sharegpt", 100, QUICK) for side in ("vllm", "orca", "ecoserve")}
+    rows = ecoserve._rows(cases, 28.0, measure_reference(cases["vllm"]), (0,))
+    ours, orca, allocation_failures = rows["ecoserve"], rows["orca"], rows["ecoserve"]["alloc_failures"]
+    assert ours["slo"] > 1.4 * orca["slo"] and ours["tokens_per_s"] > 1.5 * orca["tokens_per_s"]
+    assert allocation_failures <= 0.05 < rows["vllm"]["alloc_failures"]
 
 
 @pytest.mark.parametrize(
