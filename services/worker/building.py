@@ -15,8 +15,8 @@ from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
 from services.worker.engine.engine import TorchEngine, decode_cost, prefill_tokens_per_s, warm_up
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import KV_DTYPES, fetch, load
-from services.worker.engine.native.weights import discard
 from services.worker.engine.progress import LoadProgress
+from services.worker.kv.tiers.records import DONT_NEED, advise
 from services.worker.peers.attention.shares import HALVES
 from services.worker.peers.settings import LendingConfig
 from services.worker.pie.core.sizes import most_fifo_layers, spare_blocks
@@ -100,8 +100,8 @@ def build(config: WorkerConfig, progress: LoadProgress | None = None) -> TorchEn
 
 def _give_back(engine: TorchEngine) -> None:
     """Return to the system what loading and warming up have left in the heap and in the pools."""
-    for pool in engine.pools:
-        discard(pool)
+    for part in itertools.chain.from_iterable(engine.pools):
+        advise(part.view(-1).view(torch.uint8).numpy(), DONT_NEED)
     trim_heap()
 
 

@@ -52,6 +52,11 @@ class GgufWeights:
             mapped = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE)  # torch takes no read-only memory
         self._data = torch.frombuffer(mapped, dtype=torch.uint8)
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the table of embeddings is the head's, too."""
+        return "output.weight" not in self._tensors
+
     def quantised(self) -> list[str]:
         """Return the types of quantised tensors, by name."""
         kinds = {tensor.kind for tensor in self._tensors.values()} - set(_PLAIN)
@@ -83,7 +88,7 @@ class GgufWeights:
         stem, _, kind = name.rpartition(".")
         if stem in _TOP:
             own = _TOP[stem]
-            own = "token_embd" if own == "output" and "output.weight" not in self._tensors else own
+            own = "token_embd" if own == "output" and self.is_tied else own
         else:
             _, _, layer, part = stem.split(".", 3)
             own = f"blk.{layer}.{(_GEMMA_LEAVES if self._is_gemma else _LEAVES).get(part, part)}"

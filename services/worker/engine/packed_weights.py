@@ -40,6 +40,11 @@ class PackedWeights:
             opened: Any = safe_open(str(path), "pt")
             self._files |= dict.fromkeys(opened.keys(), opened)
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the table of embeddings is the head's, too."""
+        return not any(found.startswith("lm_head.") for found in self._files)
+
     def quantised(self) -> list[str]:
         """Return the name of the format."""
         return [self._method]
@@ -47,7 +52,7 @@ class PackedWeights:
     def matrix(self, name: str) -> Grouped | torch.Tensor:
         """Return a matrix in its own bits, or in fp32 if it is stored so or no kernel has its groups."""
         stem = name.removesuffix(".weight")
-        if name == "lm_head.weight" and not any(found.startswith("lm_head.") for found in self._files):
+        if name == "lm_head.weight" and self.is_tied:
             stem = "model.embed_tokens"
         names = {part: f"{stem}.{part}" for part in _PARTS if f"{stem}.{part}" in self._files}
         parts = {part: self._files[full].get_tensor(full) for part, full in names.items()}

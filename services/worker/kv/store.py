@@ -127,9 +127,9 @@ def open_store(
     tiers = Tiers(
         host_blocks, disk_blocks if disk else 0, config.eviction, kept_blocks, shadow_blocks, peer_blocks
     )
-    records.make_ready(min(shadow_blocks, engine.kv_blocks))  # so many come at once where a worker has died
     gate = CostGate()
     gate.profile(Tier.HOST, mover.profile(engine.kv_blocks))
+    records.give_back()
     pool = engine.make_pool()
     residency = pool.residency if isinstance(pool, GrownPool) else None
     if residency is not None and residency.cache_rows < host_blocks:

@@ -28,7 +28,7 @@ constexpr int kColumns = 16;
 constexpr int kGroup = 32;  // of activations
 constexpr int kHalf = kColumns / 2;
 constexpr int kRowBlock = 64;
-constexpr int64_t kAhead = 4096;
+constexpr int64_t kAhead = 8192;
 
 // The form of a record.
 template <int bits, int group, bool halves, bool has_least>

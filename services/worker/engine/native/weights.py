@@ -4,7 +4,6 @@
 
 import ctypes
 import mmap
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,15 +58,6 @@ class Arena:
         return taken
 
 
-def discard(tensors: Sequence[torch.Tensor]) -> None:
-    """Give the memory of an arena's tensors back until it is written again; they read as zeros."""
-    first = min(tensor.data_ptr() for tensor in tensors)
-    end = max(tensor.data_ptr() + tensor.nbytes for tensor in tensors)
-    first, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-    if end > first and sys.platform == "linux":
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
-
-
 class Gemm:
     """The packing functions of `gemm.h`. Only C++ calls the product itself."""
 
@@ -109,6 +99,10 @@ class Matrix(ctypes.Structure):
 
 class WeightBlocks(Protocol):
     """Weights of a file by the names of the module's parameters."""
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the table of embeddings is the head's, too."""
 
     def matrix(self, name: str) -> Grouped | torch.Tensor:
         """Return a matrix in the file's bits, or in fp32 if no kernel has them."""
@@ -269,7 +263,8 @@ def pack(
                 layer.mlp.experts.gate_up_proj.data = layer.mlp.experts.down_proj.data = torch.empty(0)
         layers.append(own)
     head_weight, embedded = module.lm_head.weight, body.embed_tokens.weight
-    tied = embedded.data_ptr() == head_weight.data_ptr()
+    file = precision.file
+    tied = embedded.data_ptr() == head_weight.data_ptr() if file is None else file.is_tied
     head = packer.pack(_weights(head_weight, "lm_head.weight", precision))
     embedding = head
     if not tied:
@@ -279,7 +274,7 @@ def pack(
         else:
             embedding = packer.pack(found)
     if release:
-        _release([module.lm_head, body.embed_tokens] if tied or precision.file else [module.lm_head])
+        _release([module.lm_head, body.embed_tokens] if tied or file else [module.lm_head])
     rotations = _rotations(module, positions)
     norm = _norm(body.norm, family.norm_offset)
     held = [*packer.held, *(part for pair in rotations for part in pair)]

@@ -4,6 +4,9 @@ A record holds one block over all layers: for each layer the bytes of K, then th
 pools. Calls return when the bytes are there; each object is for one thread at a time. Knows no slot
 and no file."""
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,6 +22,8 @@ from hashlib import blake2b
 
 from shared.blocks import BlockHash
 
+DONT_NEED, _POPULATE_WRITE = 4, 23
+"""Linux' `MADV_DONTNEED` and, from 5.14 on, `MADV_POPULATE_WRITE`."""
 RecordRow = npt.NDArray[np.uint8]
 """One record, `[record_bytes]`."""
 LayerPool: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
@@ -60,10 +65,16 @@ class Records:
                 part[block] = row[start:end]
 
     def make_ready(self, blocks: int) -> None:
-        """Touch the memory of the first blocks: page faults would take longer than copies to them."""
+        """Have the memory of the first blocks there, bytes as they are: faults take longer than copies."""
         for part in self._parts:
             if isinstance(part, np.ndarray):  # a GPU's is there
-                part[:blocks] = 0
+                advise(part[:blocks], _POPULATE_WRITE)
+
+    def give_back(self) -> None:
+        """Return the pools' memory to the system until it is written: all blocks read as zeros."""
+        for part in self._parts:
+            if isinstance(part, np.ndarray):
+                advise(part, DONT_NEED)
 
     def parts_of(self, rows: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
         """Iterate over each layer's K, then V, `[n, bytes]` of records `[n, record_bytes]`."""
@@ -77,6 +88,14 @@ class Records:
         from torch import uint8  # there already, where a tensor is
 
         return pool.view(len(pool), -1).view(uint8).numpy()
+
+
+def advise(part: npt.NDArray[np.uint8], advice: int) -> None:
+    """Call Linux' `madvise` for the whole pages of contiguous memory."""
+    page, first = mmap.PAGESIZE, part.ctypes.data
+    first, end = -(-first // page) * page, (first + part.nbytes) // page * page
+    if end > first and sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
 
 
 def records_of(pools: LayerPools) -> Records:

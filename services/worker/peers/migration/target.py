@@ -201,6 +201,7 @@ class Target:
         self._registry = registry
         self._device = DeviceShelf(door, store, config.batch_blocks, engine.records())
         self._host = HostShelf(door, store)
+        self._most_shadows = min(store.cache.shadows.most_blocks, engine.kv_blocks)
         self._fingerprint, self._sums, self._record_bytes = store.fingerprint, store.sums, store.record_bytes
         self._block_tokens = engine.block_tokens
         self._config = config
@@ -259,6 +260,8 @@ class Target:
             busy_s, held = busy_s + arrived.link_s, held + count
             if not count:
                 break
+            if not self.shadowed_blocks:  # all may come to the device at once, where their worker dies
+                await asyncio.to_thread(self._device.records.make_ready, self._most_shadows)
             self.shadowed_blocks += count
         return msgspec.structs.replace(self._pulled(known, held, busy_s), is_cut_short=not is_in_time)
 

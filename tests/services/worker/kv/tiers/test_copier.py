@@ -319,7 +319,7 @@ def test_it_depends_on_bytes_name_and_fingerprint() -> None:
 def test_the_system_has_given_the_memory_that_is_ready() -> None:
     """Bringing blocks there takes no page fault then, which would cost more than the copy."""
     blocks, elements = 64, 16_384
-    memory = [mmap.mmap(-1, blocks * elements * 4) for _ in range(4)]
+    memory = [mmap.mmap(-1, blocks * elements * 4, flags=mmap.MAP_PRIVATE) for _ in range(4)]
     tensors = [torch.frombuffer(each, dtype=torch.float32).view(blocks, 1, 1, elements) for each in memory]
     records = Records([(tensors[0], tensors[1]), (tensors[2], tensors[3])])
 
@@ -332,7 +332,10 @@ def test_the_system_has_given_the_memory_that_is_ready() -> None:
         return faults() - before
 
     row = np.ones(records.record_bytes, dtype=np.uint8)
+    records.write([row], [3])
     records.make_ready(blocks // 2)
-    assert all(not tensor[: blocks // 2].any() for tensor in tensors)
+    assert all(tensor[3].all() and not tensor[4:].any() for tensor in tensors)
     ready, fresh = bring(0), bring(blocks // 2)
     assert ready < fresh / 4, (ready, fresh)
+    records.give_back()
+    assert not any(tensor.any() for tensor in tensors) and bring(0) >= fresh
