@@ -70,6 +70,15 @@ def lives(tmp_path: Path) -> Lives:
     return Lives(make_engine(), tmp_path)
 
 
+def test_an_opened_store_has_given_back_what_timing_its_copies_touched() -> None:
+    engine = make_engine(blocks=4096)
+    parts = [part for pool in engine.pools for part in pool]
+    for part in parts:
+        part.fill_(1.0)
+    PrefixRig(engine, PrefixCacheConfig(), host_blocks=8)
+    assert sum(int(part.count_nonzero()) for part in parts) < 0.05 * sum(part.numel() for part in parts)
+
+
 def test_a_restart_reuses_the_disk(lives: Lives) -> None:
     lives.first().close()
     life = lives.next()
