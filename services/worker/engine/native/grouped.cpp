@@ -360,9 +360,27 @@ void write_gated(const float* sums, float* gated, bool is_gelu) {
   }
 }
 
+// Writes whole rows two by two; returns how many.
+int32_t write_gated_pairs(const float* sums, float* c, int64_t c_stride, int32_t rows, bool is_gelu) {
+  int32_t row = 0;
+#ifdef KVASIR_VNNI
+  for (; row + 1 < rows; row += 2, sums += 2 * kColumns, c += 2 * c_stride) {
+    const __m512 one = _mm512_loadu_ps(sums), two = _mm512_loadu_ps(sums + kColumns);
+    const panels::Vec gate = _mm512_shuffle_f32x4(one, two, 0x44), up = _mm512_shuffle_f32x4(one, two, 0xEE);
+    const __m512d product = _mm512_castps_pd((is_gelu ? panels::gelu(gate) : panels::silu(gate)) * up);
+    _mm256_storeu_ps(c, _mm256_castpd_ps(_mm512_castpd512_pd256(product)));
+    _mm256_storeu_ps(c + c_stride, _mm256_castpd_ps(_mm512_extractf64x4_pd(product, 1)));
+  }
+#endif
+  return row;
+}
+
 void finish(const float* sums, float* c, int64_t c_stride, int32_t rows, int32_t columns, int32_t epilogue) {
   float gated[kHalf];
-  for (int32_t row = 0; row < rows; ++row, sums += kColumns, c += c_stride) {
+  int32_t row = 0;
+  if (epilogue >= GEMM_SILU_MUL && columns == kHalf)
+    row = write_gated_pairs(sums, c, c_stride, rows, epilogue == GEMM_GELU_MUL);
+  for (sums += row * kColumns, c += row * c_stride; row < rows; ++row, sums += kColumns, c += c_stride) {
     if (epilogue >= GEMM_SILU_MUL) write_gated(sums, gated, epilogue == GEMM_GELU_MUL);
     if (epilogue == GEMM_ADD)
       for (int32_t column = 0; column < columns; ++column) c[column] += sums[column];

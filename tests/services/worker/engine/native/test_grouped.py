@@ -133,6 +133,8 @@ def test_every_instruction_set_gives_the_same_bits(flag: str, tmp_path: Path) ->
     for kind in KINDS:
         matrix = packer.pack(random_weights(kind, 37, 96, kind))
         assert torch.equal(multiply(other, matrix, a), multiply(load(), matrix, a))
+        gated = packer.pack_pair(*(random_weights(kind, 37, 96, seed) for seed in (1, 2)))
+        assert torch.equal(multiply(load(), gated, a, SILU)[1:2], multiply(load(), gated, a[1:2], SILU))
 
 
 @pytest.mark.parametrize("kind", KINDS)
