@@ -138,6 +138,11 @@ class FromModule(WeightBlocks):
         state = module.state_dict()
         self._values: dict[str, torch.Tensor] = {name: state[name].detach().clone() for name in state}
         self._kinds, self._otherwise = kinds, otherwise
+        self._is_tied = bool(module.config.tie_word_embeddings)
+
+    @property
+    def is_tied(self) -> bool:
+        return self._is_tied
 
     def kind(self, name: str) -> str:
         return self._kinds.get(name.split(".")[-2], self._otherwise)
@@ -164,7 +169,7 @@ def test_a_files_bits_are_computed_as_the_values_that_they_stand_for(name: str, 
     kinds = (
         {"v_proj": "Q8_0", "up_proj": "Q5_1", "lm_head": "Q8_0", "o_proj": "F32"} if kind == "mixed" else {}
     )
-    module = make_module(name, tie_word_embeddings=False)
+    module = make_module(name, tie_word_embeddings=kind == "Q8_0")
     file = FromModule(module, kinds, "Q4_1" if kind == "mixed" else kind)
     for part, parameter in module.named_parameters():
         if parameter.ndim > 1:
