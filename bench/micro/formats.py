@@ -87,13 +87,12 @@ def _engine(model: str, weights: str) -> TorchEngine:
 
 
 def _weight_bytes(engine: TorchEngine) -> int:
-    """Return the bytes of the native step's weights; only a few rows of an embedding of its own are read."""
+    """Return the bytes of the native step's weights, without a table of embeddings of its own."""
     if not isinstance(engine._forward, NativeLlama):
         raise ConfigError("the native step does not compute this model: see its log", param="model")
     weights = engine._forward.weights
-    return sum(part.nbytes for part in weights.held) - sum(
-        part.nbytes for pair in weights.rotations for part in pair
-    )
+    left_out = {part.data_ptr() for pair in weights.rotations for part in pair} | {weights.embedding.data}
+    return sum(part.nbytes for part in weights.held if part.data_ptr() not in left_out - {weights.head.data})
 
 
 def _bytes_per_s() -> float:

@@ -15,7 +15,7 @@ from tests.stack.running import RunningStack
 WITH_IDS = {"return_token_ids": True}
 """Field of the questions whose answers are judged."""
 _FORMATS = {os.environ.get(f"KVASIR_WORKER__{name}", "auto") for name in ("WEIGHTS", "KV_DTYPE")}
-SLACK = 0.5 if _FORMATS & {"int8", "int4", "bf16", "bfloat16"} else 0.0
+SLACK = 0.5 if _FORMATS & {"int8", "int4", "bfloat16"} else 0.0
 """Most that a token's logarithm of probability may lie below the likeliest one's: a change of one layer by
 1e-7 moves it by up to 0.2 in these formats."""
 

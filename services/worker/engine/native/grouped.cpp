@@ -8,16 +8,11 @@
 
 #include "vector.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__) && !defined(KVASIR_PORTABLE)
+#if defined(KVASIR_PORTABLE)
+#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #include <immintrin.h>
 #define KVASIR_VNNI 1
-constexpr bool kIsWide = true;
-constexpr int kBias = 128;  // makes activations unsigned beside weights of 8 bits, which are signed
-#else
-constexpr bool kIsWide = false;
-constexpr int kBias = 0;
-#endif
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(KVASIR_PORTABLE)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #define KVASIR_AVX2 1
 #endif
@@ -29,6 +24,13 @@ constexpr int kGroup = 32;  // of activations
 constexpr int kHalf = kColumns / 2;
 constexpr int kRowBlock = 64;
 constexpr int64_t kAhead = 8192;
+#ifdef KVASIR_VNNI
+constexpr bool kIsWide = true;
+constexpr int kBias = 128;  // makes activations unsigned beside weights of 8 bits, which are signed
+#else
+constexpr bool kIsWide = false;
+constexpr int kBias = 0;
+#endif
 
 // The form of a record.
 template <int bits, int group, bool halves, bool has_least>
@@ -360,7 +362,7 @@ void write_gated(const float* sums, float* gated, bool is_gelu) {
   }
 }
 
-// Writes whole rows two by two; returns how many.
+// Writes the gated values of whole rows two by two, where a register holds two; returns the number of rows.
 int32_t write_gated_pairs(const float* sums, float* c, int64_t c_stride, int32_t rows, bool is_gelu) {
   int32_t row = 0;
 #ifdef KVASIR_VNNI

@@ -1,7 +1,10 @@
 """The cache over real memory and a real file, both damaged: no hit holds wrong bytes, a slow tier is left."""
 
 import mmap
+import platform
+import re
 import resource
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -316,6 +319,10 @@ def test_it_depends_on_bytes_name_and_fingerprint() -> None:
     assert len(sums) == 4 and CRC.of(ROW.copy(), b"name", b"model") in sums
 
 
+@pytest.mark.skipif(
+    sys.platform != "linux" or [int(each) for each in re.findall(r"\d+", platform.release())[:2]] < [5, 14],
+    reason="needs MADV_POPULATE_WRITE",
+)
 def test_the_system_has_given_the_memory_that_is_ready() -> None:
     """Bringing blocks there takes no page fault then, which would cost more than the copy."""
     blocks, elements = 64, 16_384

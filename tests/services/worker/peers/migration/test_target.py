@@ -253,10 +253,14 @@ async def test_a_shadow_is_on_the_host_and_saves_its_computation() -> None:
         assert store.cache.counts["shadows_used"] == 4 and len(store.cache.shadows) == 0
 
 
-async def test_shadows_follow_a_running_sequence() -> None:
+async def test_shadows_follow_a_running_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first, the device's memory for all that may come is had ready."""
+    made: list[int] = []
     with two() as (_, taker):
+        monkeypatch.setattr(taker.target._device.records, "make_ready", made.append)
         assert (await taker.target.pull(EARLY)).fetched_blocks == 2
         assert (await taker.target.pull(SHADOW)).fetched_blocks == 2
+        assert made == [8]  # half of the host's 16
         again = await taker.target.pull(SHADOW)
         assert (again.held_tokens, again.fetched_blocks) == (16, 0)
 
