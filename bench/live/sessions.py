@@ -176,7 +176,7 @@ def _measured(
                     caches=True,
                     context_tokens=flags.kv_tokens,
                     max_sequences=64,
-                    kv_blocks=flags.kv_tokens // VLLM_BLOCK_TOKENS,
+                    kv_blocks=flags.kv_tokens // VLLM_BLOCK_TOKENS + 1,  # vLLM keeps one empty
                 )
                 for at in range(servers)
             ]
