@@ -148,6 +148,7 @@ class Sequence:
             self.deadline_s,
             self.prediction,
             self.level,
+            min(self.expected_tokens or 0, self.prompt_tokens),
         )
 
     @property

@@ -67,6 +67,8 @@ class Task(msgspec.Struct, frozen=True):
     prediction: LengthPrediction | None = None
     priority: int = 0
     """Waiting sequences with a lower value go first, before any other criterion (`priority_in`)."""
+    cached_tokens: int = 0
+    """Prompt tokens that its worker is expected to have in its prefix cache."""
 
     @property
     def limit_tokens(self) -> int:

@@ -428,7 +428,7 @@ class _Reader:
     def __init__(self, account: _Account, chosen: Container[SequenceKey]) -> None:
         self._lines = iter(account.by_rank), iter(account.by_arrival)
         self._firsts: list[_Waiting | None] = [None, None]
-        self._budget, self._chosen = account.budget.copy(), chosen
+        self._budget, self._count, self._chosen = account.budget.copy(), account.waiting, chosen
 
     def take(self) -> _Waiting:
         """Return the tenant's next request; one must exist."""
@@ -437,7 +437,7 @@ class _Reader:
             while first is None or first.task.key in self._chosen:
                 first = self._firsts[at] = next(line)
         best, oldest = self._firsts
-        following = best if self._budget.may_pass else oldest
+        following = best if self._budget.may_pass(self._count) else oldest
         assert following is not None
         self._budget.start(following.work_s, passes=following is not oldest)
         return following

@@ -23,13 +23,14 @@ from services.scheduler.policy.contract import (
     least_priority,
 )
 from services.scheduler.policy.estimates import Calibration, LengthEstimates, UsageProfile
+from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
 from services.scheduler.policy.options import two_queue_options
 from services.scheduler.policy.two_queues import TwoQueuePolicy
 from services.scheduler.policy.waiting_queue import PassingBudget, WaitingQueue
 from shared.messages.sequence import SequenceKey, ServiceClass
 
 _LATE = 4.0
-"""Factor for work that is too late for its deadline."""
+"""Factor for work that is too late for its deadline, where more than `FEED_SEQUENCES` prompts wait."""
 _DEFAULTS = {"pad": 0.0, "reserve_ratio": 0.01}
 """Defaults that differ from the paper's: nothing is allocated ahead, so no padding is needed."""
 OPTIONS = ("default_tokens", "length", "pad", "passing_share", "reserve_ratio", "slo_scale")
@@ -72,7 +73,8 @@ class KvasirPolicy(TwoQueuePolicy):
     def _work_s(self, job: Job) -> float:
         """Return the job's work in seconds of the whole worker."""
         memory_tokens = self._table.capacity_blocks * self._table.block_tokens
-        return self._speeds.occupied_s(job.prefill_tokens, job.rest_tokens, memory_tokens)
+        cached_tokens = job.task.cached_tokens
+        return self._speeds.occupied_s(job.prefill_tokens, job.rest_tokens, memory_tokens, cached_tokens)
 
     def _due_s(self, job: Job) -> float:
         """Return the latest start that meets the deadline."""
@@ -277,7 +279,7 @@ class KvasirPolicy(TwoQueuePolicy):
                 return
             if self._table.is_oversized(job):
                 self._put_aside(job)
-            elif not self._passing.may_pass:
+            elif not self._may_pass():
                 self._take_turns(batch)
                 return
             elif fits or not self._table.held_blocks:  # an empty worker starts a prompt of any length
@@ -286,12 +288,15 @@ class KvasirPolicy(TwoQueuePolicy):
     def _take_turns(self, batch: BatchBuilder) -> bool:
         """Start the oldest prompts while no other may pass. Return False if the oldest has no room."""
         oldest = self._prompts.by_arrival.first
-        while not self._passing.may_pass and (job := self._fitting(oldest)) is not None:
+        while not self._may_pass() and (job := self._fitting(oldest)) is not None:
             self._estimate_rest(job)
             if self._is_full(batch) or not self._begin(batch, job):
                 return False
             self._aged.add(job.task.key)
         return True
+
+    def _may_pass(self) -> bool:
+        return self._passing.may_pass(len(self._prompts))
 
     def _is_full(self, batch: BatchBuilder) -> bool:
         """Return whether no further prompt can start in this batch."""
@@ -305,7 +310,8 @@ class KvasirPolicy(TwoQueuePolicy):
             yield from merge(timely, late, key=self._weighted_work)
 
     def _weighted_work(self, job: Job) -> tuple[Any, ...]:
-        return (job.rank[0] * (_LATE if job.slack_class == 0 else 1), *job.rank[1:])
+        is_outdone = job.slack_class == 0 and len(self._prompts) > FEED_SEQUENCES
+        return (job.rank[0] * (_LATE if is_outdone else 1), *job.rank[1:])
 
     def _begin(self, batch: BatchBuilder, job: Job) -> bool:
         """Start a prompt if the profile, or an empty worker, and the blocks allow it, and charge the passing

@@ -38,7 +38,7 @@ class Line(SortedKeyList, Generic[T]):  # type: ignore[misc]  # untyped
 
 
 _PASSING_STARTS = 8
-"""Number of average jobs that may pass before the first start in order of arrival."""
+"""Number of average jobs that may pass before the first start in order of arrival, at most as many as wait."""
 _MEAN_WEIGHT = 1 / 64
 
 
@@ -54,9 +54,9 @@ class PassingBudget:
         self._spent_s = self._mean_s = 0.0
         self._starts = 0
 
-    @property
-    def may_pass(self) -> bool:
-        return not self._is_bounded or self._spent_s <= _PASSING_STARTS * self._mean_s
+    def may_pass(self, waiting: int) -> bool:
+        """Return whether a job may pass older ones where `waiting` jobs wait."""
+        return not self._is_bounded or self._spent_s <= min(waiting, _PASSING_STARTS) * self._mean_s
 
     def start(self, work_s: float, *, passes: bool) -> None:
         """Count a start; `passes`: an older job waits."""

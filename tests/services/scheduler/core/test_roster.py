@@ -398,3 +398,11 @@ def test_a_new_scheduler_adopts_what_runs() -> None:
     world.until(lambda: not world.unfinished(), limit_s=10.0)
     assert sum(tokens for tokens, _ in world.workers["worker-0"].step_tokens) == prefilled == 60
     assert all(request.tokens == request.expected and request.attempt == 1 for request in requests)
+
+
+def test_a_policy_learns_which_prompt_tokens_are_expected_to_be_cached() -> None:
+    sequence = Sequence.from_spec(spec(ref("a"), [7] * 4), 0.0)
+    assert sequence.task().cached_tokens == 0
+    for expected, told in ((3, 3), (9, 4)):
+        sequence.expected_tokens = expected
+        assert sequence.task().cached_tokens == told

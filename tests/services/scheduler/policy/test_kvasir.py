@@ -16,7 +16,7 @@ from services.scheduler.policy.contract import (
 from services.scheduler.policy.kvasir import KvasirPolicy
 from services.scheduler.policy.research.ecoserve.profile import EcoServeProfile
 from services.scheduler.policy.waiting_queue import PassingBudget
-from shared.messages.sequence import ServiceClass
+from shared.messages.sequence import SequenceKey, ServiceClass
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     Jobs,
@@ -105,8 +105,29 @@ def starved() -> bool:
 
 def test_nobody_starves_where_only_a_share_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not starved()
-    monkeypatch.setattr(PassingBudget, "may_pass", True)
+    monkeypatch.setattr(PassingBudget, "may_pass", lambda budget, waiting: True)
     assert starved()
+
+
+def test_as_few_may_pass_as_wait() -> None:
+    budget = PassingBudget(0.5)
+    for passed in range(1, 9):
+        budget.start(1.0, passes=True)
+        assert [budget.may_pass(waiting) for waiting in (2, 8, 100)] == [passed <= 2, True, True]
+    budget.start(1.0, passes=True)
+    assert not budget.may_pass(100)
+
+
+def test_a_prompt_that_is_mostly_cached_goes_before_a_shorter_one() -> None:
+    def first(cached_tokens: int) -> SequenceKey:
+        policy = KvasirPolicy(WorkerShape(16, 64), PolicySettings(token_budget=32))
+        policy.on_arrival(Task(("long", 0), 640, 8, 1.0, cached_tokens=cached_tokens), 1.0)
+        policy.on_arrival(Task(("short", 0), 320, 8, 0.0), 1.0)
+        batch = policy.plan(1.0)
+        assert batch is not None
+        return batch.prefills[0].key
+
+    assert (first(0), first(600)) == (("short", 0), ("long", 0))
 
 
 def test_lengths_that_are_always_wrong_are_corrected() -> None:
