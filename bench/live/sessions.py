@@ -36,15 +36,20 @@ _CHARS_PER_TOKEN = 4.2
 _SYSTEM_TOKENS = (300, 600, 900)
 _AGENT_SHARE, _ABANDONED_SHARE = 0.6, 0.15
 _LONGEST_PAUSE_S, _DEADLINE_S = 6.0, 240.0
+_DISK: Mapping[str, object] = {"worker.prefix_cache.disk_mb": 2048}
 _NO_HOST: Mapping[str, object] = {"worker.host_memory.cache_share": 0}
 SIDES: Mapping[str, tuple[float, Mapping[str, object]]] = {
     "kvasir": (1.0, {}),
     "device": (1.0, _NO_HOST),
     "ample": (5.0, {}),
     "as_stored": (1.0, {"worker.weights": "auto"}),
+    "disk": (1.0, _DISK),
+    "restarted": (1.0, _DISK),
 }
 """Our sides: multiple of the KV, and settings beside fp32 weights. `device` has no tier on the host, `ample`
-memory for everything open, and `as_stored` the weights as the model file has them, our default."""
+memory for everything open, and `as_stored` the weights as the model file has them, our default. The last two
+have a disk tier, and count the second half of every session: `restarted` on a new stack."""
+_HALVED = ("disk", "restarted")
 _OF_AMPLE = ("kvasir", "device")
 _FIGURES: Mapping[str, Callable[["Found"], float]] = {
     "tok_s": lambda one: one.tok_s,
@@ -68,6 +73,17 @@ class Session:
 
     system: str
     turns: tuple[Turn, ...]
+
+
+class Talk:
+    """A session as far as it went."""
+
+    def __init__(self, session: Session) -> None:
+        self.turns = iter(session.turns)
+        self.left = self.length = len(session.turns)
+        self.messages = [{"role": "system", "content": session.system}]
+        self.known_tokens = 0
+        """Tokens that its last turn computed."""
 
 
 @dataclass(frozen=True)
@@ -160,48 +176,57 @@ def _measured(
     context: Context, name: str, servers: int, model: Path, sessions: Sequence[Session], seed: int
 ) -> Found:
     flags, folder = context.arguments, context.run_dir / f"{servers}-{name}-{seed}"
-    at_once, threads = flags.open * servers, max(1, len(available_cores()) // servers)
+    talks, halves = [Talk(session) for session in sessions], (0.5, 1.0) if name in _HALVED else (1.0,)
     with ExitStack() as running:
-        if name == "vllm":
-            for at in range(servers):
-                (folder / str(at)).mkdir(parents=True)
-            starts = [
-                partial(
-                    start_vllm,
-                    folder / str(at),
-                    plain_folder(model),
-                    VLLM_VARIANTS[flags.vllm],
-                    engine_core=at * threads,
-                    threads=threads,
-                    caches=True,
-                    context_tokens=flags.kv_tokens,
-                    max_sequences=64,
-                    kv_blocks=flags.kv_tokens // VLLM_BLOCK_TOKENS + 1,  # vLLM keeps one empty
-                )
-                for at in range(servers)
-            ]
-            targets = [server.target for server in start_all(starts, running)]
-        else:
-            times, settings = SIDES[name]
-            blocks = round(times * flags.kv_tokens) // _BLOCK_TOKENS
-            settings = {
-                "worker.weights": "fp32",
-                "worker.threads": threads,
-                "worker.kv_blocks": blocks,
-                **settings,
-            }
-            targets = [
-                running.enter_context(start_stack(folder, settings, model=model, workers=servers)).target
-            ]
-        targets = [replace(target, path=_PATH) for target in targets]
-        warm = list(drawn(random.Random(f"sessions/{seed}/warm"), 1, flags.kv_tokens))
-        for target in targets:
-            uvloop.run(_served([target], [replace(warm[0], turns=warm[0].turns[:2])], 1))
-        taken, elapsed_s = uvloop.run(_served(targets, sessions, at_once))
+        for half in halves:
+            if half == halves[0] or name == "restarted":
+                running.close()
+                targets = _started(running, context, name, servers, model, folder / f"{half:g}", folder)
+                for target in targets:  # warm it up
+                    (warm,) = drawn(random.Random(f"sessions/{seed}/warm"), 1, flags.kv_tokens)
+                    uvloop.run(_served([target], [Talk(replace(warm, turns=warm.turns[:2]))], 1))
+            taken, elapsed_s = uvloop.run(_served(targets, talks, flags.open * servers, half))
     for one in taken:
         told = {"side": name, "servers": servers, "seed": seed, "known_tokens": one.known_tokens}
         context.record(told | _told(one.answer))
     return found_of(name, taken, elapsed_s)
+
+
+def _started(
+    running: ExitStack, context: Context, name: str, servers: int, model: Path, folder: Path, disk: Path
+) -> list[Target]:
+    """Start a side's servers."""
+    flags, threads = context.arguments, max(1, len(available_cores()) // servers)
+    if name == "vllm":
+        for at in range(servers):
+            (folder / str(at)).mkdir(parents=True)
+        starts = [
+            partial(
+                start_vllm,
+                folder / str(at),
+                plain_folder(model),
+                VLLM_VARIANTS[flags.vllm],
+                engine_core=at * threads,
+                threads=threads,
+                caches=True,
+                context_tokens=flags.kv_tokens,
+                max_sequences=64,
+                kv_blocks=flags.kv_tokens // VLLM_BLOCK_TOKENS + 1,  # vLLM keeps one empty
+            )
+            for at in range(servers)
+        ]
+        targets = [server.target for server in start_all(starts, running)]
+    else:
+        times, settings = SIDES[name]
+        ours = {
+            "worker.weights": "fp32",
+            "worker.threads": threads,
+            "worker.kv_blocks": round(times * flags.kv_tokens) // _BLOCK_TOKENS,
+            **settings,
+            **({"worker.prefix_cache.disk_path": disk} if name in _HALVED else {}),
+        }
+        targets = [running.enter_context(start_stack(folder, ours, model=model, workers=servers)).target]
+    return [replace(target, path=_PATH) for target in targets]
 
 
 def found_of(name: str, taken: Sequence[Taken], elapsed_s: float) -> Found:
@@ -232,27 +257,28 @@ def _told(answer: Answer) -> dict[str, Any]:
 
 
 async def _served(
-    targets: Sequence[Target], sessions: Sequence[Session], at_once: int
+    targets: Sequence[Target], talks: Sequence[Talk], at_once: int, share: float = 1.0
 ) -> tuple[list[Taken], float]:
-    """Return all turns, and the seconds that all sessions took."""
-    gate, turns, taken = asyncio.Semaphore(at_once), cycle(targets), list[Taken]()
+    """Serve the talks up to a share of their turns; return these turns and the seconds that they took."""
+    gate, servers, taken = asyncio.Semaphore(at_once), cycle(targets), list[Taken]()
     began_s = time.perf_counter()
 
-    async def hold(session: Session) -> None:
-        messages, known_tokens = [{"role": "system", "content": session.system}], 0
+    async def hold(talk: Talk) -> None:
         async with gate:
-            for turn in session.turns:
-                messages.append({"role": "user", "content": turn.text})
-                body = {"messages": messages, "max_tokens": turn.answer_tokens, "temperature": 0}
-                answer = await complete(next(turns), body | {"ignore_eos": True}, _DEADLINE_S)
-                taken.append(Taken(answer, known_tokens))
+            while talk.left > talk.length * (1 - share):
+                talk.left, turn = talk.left - 1, next(talk.turns)
+                talk.messages.append({"role": "user", "content": turn.text})
+                body = {"messages": talk.messages, "max_tokens": turn.answer_tokens, "temperature": 0}
+                answer = await complete(next(servers), body | {"ignore_eos": True}, _DEADLINE_S)
+                taken.append(Taken(answer, talk.known_tokens))
                 if not answer.ok:
+                    talk.left = 0
                     return
-                known_tokens = answer.prompt_tokens + answer.completion_tokens
-                messages.append({"role": "assistant", "content": answer.text})
+                talk.known_tokens = answer.prompt_tokens + answer.completion_tokens
+                talk.messages.append({"role": "assistant", "content": answer.text})
                 await asyncio.sleep(turn.pause_s)
 
-    await asyncio.gather(*map(hold, sessions))
+    await asyncio.gather(*map(hold, talks))
     return taken, time.perf_counter() - began_s
 
 
@@ -262,11 +288,14 @@ def outcome(found: Mapping[tuple[int, str], Sequence[Found]]) -> Outcome:
     for (servers, name), many in found.items():
         rows += [(f"{servers} x {name}", seed, *asdict(one).values()) for seed, one in enumerate(many)]
         theirs, ample = (found.get((servers, other), ()) for other in ("vllm", "ample"))
-        if name != "vllm" and theirs:
+        if name not in ("vllm", *_HALVED) and theirs:
             for figure, value in _FIGURES.items():
                 figures |= _ratio(f"{figure}_vs_vllm_{name}_{servers}", many, theirs, value)
         if name in _OF_AMPLE and ample:
             figures |= _ratio(f"of_ample_{name}_{servers}", many, ample, _FIGURES["tok_s"])
+        undisturbed = found.get((servers, "disk"), ())
+        if name == "restarted" and undisturbed:
+            figures |= _ratio(f"after_restart_{servers}", many, undisturbed, _FIGURES["tok_s"])
     columns = ("side", "seed", "tokens/s", "first token p50, s", "p99, s", "computed", "again", "failed")
     failures = sum(one.failed for many in found.values() for one in many)
     notes = [

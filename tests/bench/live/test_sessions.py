@@ -1,12 +1,15 @@
 """`bench sessions`: what is drawn, what counts as computed again, ratios, and a short run."""
 
+import asyncio
 from itertools import chain
 from random import Random
+from typing import Any
 
 import pytest
 
-from bench.kit.load import Answer
-from bench.live.sessions import Found, Taken, drawn, found_of, outcome
+from bench.kit.load import Answer, Target
+from bench.live import sessions
+from bench.live.sessions import Found, Session, Taken, Talk, Turn, drawn, found_of, outcome
 from shared.errors import InternalError
 
 KV_TOKENS = 4096
@@ -59,3 +62,25 @@ def test_ratios_are_taken_within_a_seed_and_the_worst_is_the_slowest() -> None:
     assert [figures[f"of_ample_kvasir_1{end}"] for end in ("", "_worst")] == [1.0, 0.5]
     assert not any("vllm_vllm" in name or "ample_ample" in name for name in figures)
     assert not outcome({(1, "kvasir"): many(1.0)}).figures, "nothing to compare with"
+
+
+def test_a_session_served_in_two_halves_goes_on_with_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    async def complete(_target: Target, body: dict[str, Any], _deadline_s: float) -> Answer:
+        asked.append([message["content"] for message in body["messages"]])
+        text = f"answer {len(asked)}"
+        return Answer(1.0, [1.5], 2.0, 2, prompt_tokens=5, pieces=[text])
+
+    monkeypatch.setattr(sessions, "complete", complete)
+    talk = Talk(Session("system", tuple(Turn(f"turn {at}", 8, 0.0) for at in range(1, 4))))
+    halves = [asyncio.run(sessions._served([Target(1, "m")], [talk], 1, share))[0] for share in (0.5, 1.0)]
+    assert [len(taken) for taken in halves] == [2, 1]
+    assert asked[-1] == ["system", "turn 1", "answer 1", "turn 2", "answer 2", "turn 3"]
+    assert [one.known_tokens for one in chain(*halves)] == [0, 7, 7]
+
+
+def test_a_restart_is_compared_with_the_same_turns_without_one() -> None:
+    half = {(1, name): [Found(tok_s, 1, 1, 0, 0, 0)] for name, tok_s in (("disk", 4.0), ("restarted", 3.0))}
+    figures = outcome(half | {(1, "vllm"): [Found(1.0, 1, 1, 0, 0, 0)]}).figures
+    assert figures == {f"after_restart_1{end}": 0.75 for end in ("", "_low", "_high", "_worst")}

@@ -148,8 +148,8 @@ def test_what_an_engine_lacks_is_refused(fields: dict[str, Any], words: str) -> 
 
 def test_host_memory_is_one_budget_that_cache_pie_and_others_divide() -> None:
     found = settings()
-    assert (found.cache_blocks(1 << 20), found.lent_blocks(1 << 20)) == (256, 0)
-    assert found.host_memory.bytes_of(found.host_memory.pie_share, 1) == 1024 << 20
+    assert (found.cache_blocks(1 << 20), found.lent_blocks(1 << 20)) == (1024, 0)
+    assert found.host_memory.bytes_of(found.host_memory.pie_share, 1) == 256 << 20
     thirds = settings(
         host_memory__blocks="21", host_memory__cache_share="0.3334", host_memory__lent_share="0.6666"
     )

@@ -19,7 +19,7 @@ class HostMemoryConfig(BaseModel):
     mb: int = Field(default=1280, ge=0, description="host memory for KV, in MiB")
     blocks: int = Field(default=0, ge=0, description="the same in KV blocks; 0: use mb")
     cache_share: float = Field(
-        default=0.2, ge=0, le=1, description="share for the prefix cache's evicted blocks"
+        default=0.8, ge=0, le=1, description="share for the prefix cache's evicted blocks"
     )
     lent_share: float = Field(
         default=0.0, ge=0, le=1, description="share for blocks of other workers; the rest is Pie's"
@@ -64,7 +64,7 @@ class PrefixCacheConfig(BaseModel):
         default=0.5, ge=0, le=1, description="share of the host tier for preempted sequences; 0: none"
     )
     shadow_share: float = Field(
-        default=0.5,
+        default=0.125,
         ge=0,
         le=1,
         description="share of the host tier for copies of other workers' running sequences; 0: none",
