@@ -38,7 +38,7 @@ class Line(SortedKeyList, Generic[T]):  # type: ignore[misc]  # untyped
 
 
 _PASSING_STARTS = 8
-"""Number of average jobs that may pass before the first start in order of arrival, at most as many as wait."""
+"""Number of average jobs that may pass before the first start in order of arrival; no more than wait."""
 _MEAN_WEIGHT = 1 / 64
 
 
