@@ -38,6 +38,8 @@ CONTROL = KINDS[:6]
 ROWS, PROMPT_TOKENS = 4, 24
 _DECODE_S = 0.0237
 """Seconds of a decode step of `ROWS` sequences by the default cost model."""
+_SHADOW_FROM_S = 0.2
+"""Default of `scheduler.shadow_from_s`, which is scaled like the steps: else every answer has a shadow."""
 _SETTLE_S = 4.0
 _TICK_S = 0.01
 """Resolution of processor times in /proc."""
@@ -120,12 +122,13 @@ def run(context: Context) -> Outcome:
 def _stack(
     context: Context, plan: Plan, settings: Mapping[str, str], workers: int, per_process: int = 0
 ) -> Stack:
-    speed = {"worker.simulated.speed": _DECODE_S / plan.step_s}
+    speed = _DECODE_S / plan.step_s
+    scaled = {"worker.simulated.speed": speed, "scheduler.shadow_from_s": _SHADOW_FROM_S / speed}
     environ = {f"{ENV_PREFIX}STACK__ENGINE": "simulated"}
     if per_process:
         environ[f"{ENV_PREFIX}STACK__WORKERS_PER_PROCESS"] = str(per_process)
     run_dir = context.run_dir / f"stack-{workers}"
-    return start_stack(run_dir, {**speed, **settings}, workers=workers, environ={**ONE_THREAD, **environ})
+    return start_stack(run_dir, {**scaled, **settings}, workers=workers, environ={**ONE_THREAD, **environ})
 
 
 def _pids(stack: Stack) -> dict[str, list[int]]:

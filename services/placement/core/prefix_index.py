@@ -140,6 +140,15 @@ class PrefixIndex:
                 best = (found[0], found[1], found[2])
         return best
 
+    def holders(self, chains: Sequence[PrefixChain]) -> list[str]:
+        """Return the workers that may have the first block of a chain."""
+        firsts = [chain.names[:HASH_BYTES] for chain in chains if chain.names]
+        return [
+            worker_id
+            for worker_id, shelf in (self._shelves.items() if firsts else ())
+            if any(first in shelf.tiers or first in shelf.expected for first in firsts)
+        ]
+
     def check_integrity(self) -> None:
         """Raise AssertionError if a bound or an order is violated."""
         for shelf in self._shelves.values():
