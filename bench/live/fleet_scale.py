@@ -27,6 +27,7 @@ from bench.kit.outcome import Outcome, Table
 from bench.kit.plots import Chart, draw_lines
 from bench.kit.stacks import ONE_THREAD, Stack, start_stack
 from bench.kit.stats import exponent
+from bench.simulated.fleet_size import simulate
 from services.gateway.text.tokenizer import Codec, load_codec
 from services.worker.engine.simulated import token_at
 from shared.config import ENV_PREFIX
@@ -45,8 +46,10 @@ _TICK_S = 0.01
 """Resolution of processor times in /proc."""
 _KILL_EVERY_S = 6.0
 _VICTIMS = ("scheduler-0", "placement-0", "ledger-0", "nats", "worker")
-_CREWS = 10
-"""Processes of workers with `--kills`: the death of one is that of a tenth of the fleet."""
+_TOGETHER = 16
+"""Workers in one process; with more, their threads contend for its interpreter."""
+_KILLED_SHARE = 0.1
+"""Of the workers, with `--kills`, in whole processes."""
 _STEPS = re.compile(r"^vllm:iteration_tokens_total_count\{.*\} ([0-9.e+]+)$", re.MULTILINE)
 
 
@@ -58,6 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--seconds", type=float, help="that are measured, idle and loaded [40, quick: 8]")
     add("--schedulers", type=int, default=1, help="shards of the scheduler [%(default)s]")
     add("--settings", nargs="+", default=[], metavar="KEY=VALUE", help="of the stack")
+    add("--simulate", metavar="WORKERSxREQUESTS", help="in the simulator instead, as 1000x1000000")
     add("--kills", action="store_true", help="kill services and a tenth of the workers: 0 lost, 0 changed?")
 
 
@@ -89,6 +93,8 @@ class Spent:
 def run(context: Context) -> Outcome:
     """Run the bench. Raises ConfigError for wrong flags, InternalError if a stack does not start."""
     flags, quick = context.arguments, context.quick
+    if flags.simulate:
+        return simulate(context, flags.simulate)
     settings = dict(pair.partition("=")[::2] for pair in flags.settings)
     if not all(settings.values()):
         raise ConfigError("write settings as section.key=value", param="settings")
@@ -110,6 +116,8 @@ def run(context: Context) -> Outcome:
             with _stack(context, plan, settings, workers) as stack:
                 idle[workers] = uvloop.run(_idle(stack, plan))
                 busy[workers], result = uvloop.run(_loaded(context, stack, plan, workers))
+            if not busy[workers].tokens or not busy[workers].steps:
+                raise InternalError(f"{workers} workers served nothing: {first_error(result.answers)}")
             lost, changed = lost + _lost(result.answers), changed + _changed(result.answers, plan.tokens)
             if error := first_error(result.answers):
                 context.say(f"{workers} workers: {error}")
@@ -119,14 +127,11 @@ def run(context: Context) -> Outcome:
     return _outcome(context, idle, busy, {"lost": float(lost), "changed": float(changed)})
 
 
-def _stack(
-    context: Context, plan: Plan, settings: Mapping[str, str], workers: int, per_process: int = 0
-) -> Stack:
+def _stack(context: Context, plan: Plan, settings: Mapping[str, str], workers: int) -> Stack:
     speed = _DECODE_S / plan.step_s
     scaled = {"worker.simulated.speed": speed, "scheduler.shadow_from_s": _SHADOW_FROM_S / speed}
-    environ = {f"{ENV_PREFIX}STACK__ENGINE": "simulated"}
-    if per_process:
-        environ[f"{ENV_PREFIX}STACK__WORKERS_PER_PROCESS"] = str(per_process)
+    told = {"ENGINE": "simulated", "WORKERS_PER_PROCESS": str(_TOGETHER)}
+    environ = {f"{ENV_PREFIX}STACK__{name}": value for name, value in told.items()}
     run_dir = context.run_dir / f"stack-{workers}"
     return start_stack(run_dir, {**scaled, **settings}, workers=workers, environ={**ONE_THREAD, **environ})
 
@@ -321,8 +326,7 @@ def _draw(context: Context, idle: Mapping[int, Spent], busy: Mapping[int, Spent]
 
 
 def _kills(context: Context, plan: Plan, settings: Mapping[str, str], workers: int) -> Outcome:
-    crew = -(-workers // _CREWS)
-    with _stack(context, plan, settings, workers, crew) as stack:
+    with _stack(context, plan, settings, workers) as stack:
         time.sleep(_SETTLE_S)
         result = uvloop.run(_under_kills(context, stack, plan, workers))
         stack.until(stack.is_whole, 60.0)
@@ -332,8 +336,13 @@ def _kills(context: Context, plan: Plan, settings: Mapping[str, str], workers: i
     slowest_s = max(answer.ended_s - answer.sent_s for answer in result.answers)
     figures = {"requests": float(len(result.answers)), "lost": float(lost), "changed": float(changed)}
     figures |= {"slowest_s": slowest_s, "undisturbed_s": plan.answer_s}
-    notes = [f"{workers} workers; killed under load: {', '.join(_VICTIMS)} ({crew} workers)"]
+    killed = _TOGETHER * _processes_killed(workers)
+    notes = [f"{workers} workers; killed under load: {', '.join(_VICTIMS)} ({killed} workers at once)"]
     return Outcome(figures, lost + changed, notes=notes)
+
+
+def _processes_killed(workers: int) -> int:
+    return max(1, round(_KILLED_SHARE * workers / _TOGETHER))
 
 
 async def _under_kills(context: Context, stack: Stack, plan: Plan, workers: int) -> LoadResult:
@@ -341,8 +350,9 @@ async def _under_kills(context: Context, stack: Stack, plan: Plan, workers: int)
     serving = asyncio.create_task(_served(context, stack, plan, workers, seconds))
     await asyncio.sleep(plan.answer_s)
     for victim in _VICTIMS:
-        name = victim if victim != "worker" else max(n for n in stack.pids() if n.startswith("worker"))
-        context.say(f"kills {name}")
-        stack.process(name).send_signal(signal.SIGKILL)
+        names = [name for name in stack.pids() if name.startswith(victim)]
+        for name in names[-_processes_killed(workers) :]:
+            context.say(f"kills {name}")
+            stack.process(name).send_signal(signal.SIGKILL)
         await asyncio.sleep(_KILL_EVERY_S)
     return await serving

@@ -458,7 +458,7 @@ class FleetCapacity:
             requests=requests,
             places=places,
             excluded=excluded,
-            only=frozenset(ahead.only),
+            only=ahead.only,
         )
 
     def check_integrity(self) -> None:

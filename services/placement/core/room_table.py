@@ -4,7 +4,7 @@ Rows change with events, and a question costs some array operations instead of a
 policy then chooses from real `Room`s, as in a small fleet.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ MANY_WORKERS = 16
 """Number of workers up to which every room is compared."""
 GROWTH_BLOCKS = 1
 """Blocks kept free for a sequence's growth beside others, so that its next decode step preempts none."""
-_SPARE = 8
+_SPARE = 4
 """Number of rooms in a shortlist beyond one per request of the question."""
 
 
@@ -68,6 +68,10 @@ class RoomTable:
                 self.names[at], self.row_of[last] = last, at
                 self._columns[:, at] = self._columns[:, len(self.names)]
 
+    def rows(self, names: Iterable[str]) -> list[int]:
+        """Return the rows of the names that have one."""
+        return [self.row_of[name] for name in names if name in self.row_of]
+
     def columns(self, preceding_token_s: float, now_s: float | None = None) -> RoomColumns:
         """Return copies of the columns. With `now_s`, prompt tokens count as computed since the report."""
         free, total, sequences, pending, squares, reported_s, n, x, y, assumed, step_s, most, block = (
@@ -86,7 +90,8 @@ class Shortlists:
     """The rooms of one question: for each request, those among which the policy's choice is.
 
     Each request of the question fills one room at most, so the best of the others is in a list that is longer
-    than the number of requests. Workers that may have a part of the prompt cached are always in it.
+    than the number of requests. Rooms that got one are in it, and workers that may have a part of the prompt
+    cached. Beside full rooms, workers without measurements may be judged by others than in a small fleet.
     """
 
     def __init__(
@@ -99,16 +104,17 @@ class Shortlists:
         *,
         requests: int,
         places: npt.NDArray[np.int64],
-        excluded: Container[str] = (),
-        only: Container[str] = (),
+        excluded: Collection[str] = (),
+        only: Collection[str] = (),
     ) -> None:
         """`places`: number of sequences that may wait, by row. `only`: some workers; empty for all."""
         self._table, self._columns, self._policy, self._room = table, columns, policy, room
         self._holders, self._count, self._places = holders, requests + _SPARE, places
-        self._is_open = np.ones(len(table.names), dtype=bool)
-        if excluded or only:
-            are_open = (name not in excluded and (not only or name in only) for name in table.names)
-            self._is_open = np.fromiter(are_open, dtype=bool, count=len(table.names))
+        self._listed: dict[int, Room] = {}
+        """Rooms in earlier lists; some of them got a request."""
+        self._is_open = np.full(len(table.names), not only)
+        self._is_open[table.rows(only)] = True
+        self._is_open[table.rows(excluded)] = False
 
     def admits(self, limit_tokens: int) -> bool:
         """Return whether a worker could hold so many tokens."""
@@ -120,22 +126,36 @@ class Shortlists:
         is_open = self._is_open & (item.limit_tokens <= rooms.most_tokens)
         needed = (-(-size // rooms.block_tokens) + GROWTH_BLOCKS) * rooms.block_tokens
         has_room = (rooms.sequences == 0) | (needed <= rooms.free_tokens)
-        ranks = self._policy.ranks(size, rooms)
         able = np.flatnonzero(is_open & has_room)
-        found = self._first(able, ranks)
-        if len(able):  # by these two, policies judge workers without measurements
-            found |= {int(able[rooms.prefill_tokens_per_s[able].argmax()])}
-            found |= {
-                int(able[np.where(rooms.decode_step_s > 0, rooms.decode_step_s, np.inf)[able].argmin()])
-            }
+        found = self._first(able, size)
         if len(able) < self._count:
-            if not isinstance(self._policy, CostedPolicy):
+            may_wait = np.flatnonzero(is_open & (self._places > 0))
+            if isinstance(self._policy, CostedPolicy):
+                found |= self._first(may_wait, size)
+            else:
                 ranks = -(self._places * 2.0**40 + rooms.free_tokens)
-            found |= self._first(np.flatnonzero(is_open & (self._places > 0)), ranks)
-        at = (self._table.row_of.get(name, -1) for name in self._holders(item))
-        found |= {row for row in at if row >= 0 and is_open[row]}
-        return [self._room(name) for name in sorted(self._table.names[row] for row in found)]
+                found |= self._lowest(may_wait, ranks[may_wait])
+        found |= {row for row in self._table.rows(self._holders(item)) if is_open[row]}
+        found |= {row for row, room in self._listed.items() if room.sequences > rooms.sequences[row]}
+        listed = sorted((self._table.names[row], row) for row in found)
+        self._listed |= {row: self._room(name) for name, row in listed if row not in self._listed}
+        return [self._listed[row] for _, row in listed]
 
-    def _first(self, rows: npt.NDArray[np.intp], ranks: Column) -> set[int]:
-        """Return the rows of the lowest ranks."""
-        return set(rows[np.argsort(ranks[rows], kind="stable")[: self._count]].tolist())
+    def _first(self, rows: npt.NDArray[np.intp], size_tokens: int) -> set[int]:
+        """Return the rows that the policy prefers, the fastest, and the one of the shortest decode step:
+        workers without measurements are judged by these."""
+        if not len(rows):
+            return set()
+        rooms = RoomColumns(*(column[rows] for column in self._columns))
+        steps_s = np.where(rooms.decode_step_s > 0, rooms.decode_step_s, np.inf)
+        extremes = {int(rows[rooms.prefill_tokens_per_s.argmax()]), int(rows[steps_s.argmin()])}
+        return extremes | self._lowest(rows, self._policy.ranks(size_tokens, rooms))
+
+    def _lowest(self, rows: npt.NDArray[np.intp], ranks: Column) -> set[int]:
+        """Return the rows of the lowest ranks; of equal ones, the first."""
+        if len(rows) > self._count:
+            are_low = ranks <= np.partition(ranks, self._count - 1)[self._count - 1]
+            rows, ranks = rows[are_low], ranks[are_low]
+            if len(rows) > self._count:
+                rows = rows[np.argsort(ranks, kind="stable")[: self._count]]
+        return set(rows.tolist())

@@ -93,4 +93,4 @@ class WorstFit:
         return min(rooms, key=lambda room: (-room.free_tokens, room.sequences, room.worker_id)).worker_id
 
     def ranks(self, size_tokens: int, rooms: RoomColumns) -> Column:
-        return -rooms.free_tokens
+        return rooms.sequences / (1 << 20) - rooms.free_tokens
