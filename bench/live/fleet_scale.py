@@ -41,6 +41,8 @@ _DECODE_S = 0.0237
 """Seconds of a decode step of `ROWS` sequences by the default cost model."""
 _SHADOW_FROM_S = 0.2
 """Default of `scheduler.shadow_from_s`, which is scaled like the steps: else every answer has a shadow."""
+_SILENT_STEPS = 3
+"""After so many steps without a token a gateway asks for an answer again."""
 _SETTLE_S = 4.0
 _TICK_S = 0.01
 """Resolution of processor times in /proc."""
@@ -56,9 +58,10 @@ _STEPS = re.compile(r"^vllm:iteration_tokens_total_count\{.*\} ([0-9.e+]+)$", re
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--workers", type=int, nargs="+", help="[10 50 100 250, quick: 8 24; --kills 256]")
-    add("--step-s", type=float, help="of a decode step [2, quick: 1]")
-    add("--tokens", type=int, help="of an answer [16, quick: 6]")
-    add("--seconds", type=float, help="that are measured, idle and loaded [40, quick: 8]")
+    add("--step-s", type=float, help="of a decode step, below 2.5: plans expire [2, quick: 1]")
+    add("--heartbeat-s", type=float, default=1.0, help="of workers; timeouts are 8 to 12 [%(default)s]")
+    add("--tokens", type=int, help="of an answer [12, quick: 6]")
+    add("--seconds", type=float, help="that are measured, idle and loaded [30, quick: 8]")
     add("--schedulers", type=int, default=1, help="shards of the scheduler [%(default)s]")
     add("--settings", nargs="+", default=[], metavar="KEY=VALUE", help="of the stack")
     add("--simulate", metavar="WORKERSxREQUESTS", help="in the simulator instead, as 1000x1000000")
@@ -102,8 +105,8 @@ def run(context: Context) -> Outcome:
         settings["scheduler.shards"] = str(flags.schedulers)
     plan = Plan(
         flags.step_s or (1.0 if quick else 2.0),
-        flags.tokens or (6 if quick else 16),
-        flags.seconds or (8.0 if quick else 40.0),
+        flags.tokens or (6 if quick else 12),
+        flags.seconds or (8.0 if quick else 30.0),
     )
     if flags.kills:
         return _kills(context, plan, settings, (flags.workers or [24 if quick else 256])[0])
@@ -118,7 +121,10 @@ def run(context: Context) -> Outcome:
                 busy[workers], result = uvloop.run(_loaded(context, stack, plan, workers))
             if not busy[workers].tokens or not busy[workers].steps:
                 raise InternalError(f"{workers} workers served nothing: {first_error(result.answers)}")
-            lost, changed = lost + _lost(result.answers), changed + _changed(result.answers, plan.tokens)
+            lost, changed = (
+                lost + _lost(result.answers),
+                changed + changed_answers(result.answers, plan.tokens),
+            )
             if error := first_error(result.answers):
                 context.say(f"{workers} workers: {error}")
             for state, spent in (("idle", idle[workers]), ("busy", busy[workers])):
@@ -128,8 +134,15 @@ def run(context: Context) -> Outcome:
 
 
 def _stack(context: Context, plan: Plan, settings: Mapping[str, str], workers: int) -> Stack:
-    speed = _DECODE_S / plan.step_s
-    scaled = {"worker.simulated.speed": speed, "scheduler.shadow_from_s": _SHADOW_FROM_S / speed}
+    speed, beat_s = _DECODE_S / plan.step_s, context.arguments.heartbeat_s
+    timeouts = {"scheduler": 8, "placement": 8, "ledger": 8, "gateway": 12}
+    scaled = {
+        "worker.simulated.speed": speed,
+        "scheduler.shadow_from_s": _SHADOW_FROM_S / speed,
+        "worker.heartbeat_s": beat_s,
+        "gateway.frame_timeout_s": _SILENT_STEPS * plan.step_s,
+        **{f"{service}.worker_timeout_s": beats * beat_s for service, beats in timeouts.items()},
+    }
     told = {"ENGINE": "simulated", "WORKERS_PER_PROCESS": str(_TOGETHER)}
     environ = {f"{ENV_PREFIX}STACK__{name}": value for name, value in told.items()}
     run_dir = context.run_dir / f"stack-{workers}"
@@ -228,7 +241,7 @@ def _lost(answers: Sequence[Answer]) -> int:
     return sum(not answer.ok for answer in answers)
 
 
-def _changed(answers: Sequence[Answer], tokens: int) -> int:
+def changed_answers(answers: Sequence[Answer], tokens: int) -> int:
     """Return the number of complete answers, in the order of their seeds, with another text."""
     return sum(
         answer.ok and answer.text != expected_text(seed, tokens) for seed, answer in enumerate(answers)
@@ -330,7 +343,7 @@ def _kills(context: Context, plan: Plan, settings: Mapping[str, str], workers: i
         time.sleep(_SETTLE_S)
         result = uvloop.run(_under_kills(context, stack, plan, workers))
         stack.until(stack.is_whole, 60.0)
-    lost, changed = _lost(result.answers), _changed(result.answers, plan.tokens)
+    lost, changed = _lost(result.answers), changed_answers(result.answers, plan.tokens)
     if error := first_error(result.answers):
         context.say(error)
     slowest_s = max(answer.ended_s - answer.sent_s for answer in result.answers)
