@@ -56,6 +56,7 @@ BENCHES = (
     Bench("formats", "micro.formats", "what weights of fewer bits cost in perplexity, and in time"),
     Bench("explain", "live.explain", "how much of requests' time is accounted for"),
     Bench("fleet", "simulated.fleet", "one queue for several workers; which worker a prompt goes to"),
+    Bench("fleet-scale", "live.fleet_scale", "what the control plane costs with 10 to 1,000 workers"),
     Bench("pie", "live.pie.bench", "KV layers swapped behind the computation, live or simulated"),
     Bench("pie-gpu", "micro.pie_gpu", "Pie's copies beside Llama-2-13B's computation on a GPU"),
     Bench("migrate", "live.migrate.bench", "live migrations while clients read: pauses, gaps, text"),

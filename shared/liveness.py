@@ -14,6 +14,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 SILENCE_S = 10.0
 _MOST_INSTANCES = 4096
@@ -133,6 +134,7 @@ class Liveness:
         self._silence_s = silence_s
         self._starts = Incarnations(return_s)
         self._heard_s: dict[str, float] = {}
+        """Time of the last message, in the order of these times."""
 
     def __contains__(self, instance: str) -> bool:
         return instance in self._heard_s
@@ -144,15 +146,19 @@ class Liveness:
         """Record a message. Return False if this run was replaced; the message must then be ignored."""
         if not self._starts.hear(instance, incarnation, now_s):
             return False
-        self._heard_s[instance] = now_s
+        self._note(instance, now_s)
         return True
+
+    def _note(self, instance: str, now_s: float) -> None:
+        self._heard_s.pop(instance, None)
+        self._heard_s[instance] = now_s
 
     def expect(self, instance: str, incarnation: int | None, now_s: float) -> bool:
         """Add an instance on another's word, so that it must send a heartbeat in time. Return False if this
         run was replaced; `incarnation` is None if unknown."""
         if incarnation is not None and self._starts.is_replaced(instance, incarnation, now_s):
             return False
-        self._heard_s[instance] = now_s
+        self._note(instance, now_s)
         return True
 
     def present(self, instance: str) -> int | None:
@@ -164,8 +170,8 @@ class Liveness:
         return now_s - self._heard_s.get(instance, now_s)
 
     def silent(self, now_s: float) -> list[str]:
-        """Remove and return the instances that fell silent since the last call."""
-        gone = [name for name, heard_s in self._heard_s.items() if now_s - heard_s > self._silence_s]
+        """Remove and return the instances that fell silent since the last call, longest silent first."""
+        gone = list(takewhile(lambda name: now_s - self._heard_s[name] > self._silence_s, self._heard_s))
         for name in gone:
             del self._heard_s[name]
         return gone

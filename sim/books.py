@@ -5,6 +5,7 @@ only after the prefill, a block for every token, token budget and batch size. A 
 `PlanError`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.placement.core.speeds import plain_tokens
@@ -188,6 +189,19 @@ def pending(books: WorkerBooks) -> int:
 def plain_pending(books: WorkerBooks, preceding_share: float) -> float:
     """Return the same weighted by position, without the expected cache hits of sequences not yet begun."""
     total = 0.0
+    for first, end in _uncomputed(books):
+        total += plain_tokens(first, end, preceding_share)
+    return total
+
+
+def pending_sums(books: WorkerBooks) -> tuple[int, float]:
+    """Return the tokens that `plain_pending` weighs, and the sum of the numbers of tokens before each."""
+    parts = [(end - first, (end - first) * (first + end) / 2) for first, end in _uncomputed(books)]
+    return sum(tokens for tokens, _ in parts), sum(square for _, square in parts)
+
+
+def _uncomputed(books: WorkerBooks) -> Iterator[tuple[int, int]]:
+    """Yield the range of prompt tokens to compute of each sequence that has some."""
     for held in books.held.values():
         if held.is_decoding:
             continue
@@ -195,5 +209,4 @@ def plain_pending(books: WorkerBooks, preceding_share: float) -> float:
         if first == 0:
             first = min(held.record.expected_tokens, end - 1)
         if first < end:
-            total += plain_tokens(first, end, preceding_share)
-    return total
+            yield first, end

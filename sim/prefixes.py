@@ -99,6 +99,10 @@ class SimPrefixes:
         """Return the cached tokens that placement expects at a worker."""
         return self.index.cached(worker, self._chains(names), now_s)
 
+    def holders(self, names: Sequence[BlockHash]) -> list[str]:
+        """Return the workers that placement expects to hold a prompt's first block."""
+        return self.index.holders(self._chains(names))
+
     def expect(self, worker: str, names: Sequence[BlockHash], now_s: float) -> None:
         """Note that a prompt was placed at a worker."""
         self.index.expect(worker, self._chains(names), now_s)

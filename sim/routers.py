@@ -4,7 +4,7 @@ workers are eligible is decided by the live rule (`services/placement/core/fleet
 from collections.abc import Sequence
 
 from services.placement.policy import create
-from services.placement.policy.contract import PlacementPolicy, Room
+from services.placement.policy.contract import Column, PlacementPolicy, Room, RoomColumns
 
 
 class RoundRobin:
@@ -24,6 +24,9 @@ class LeastWork:
 
     def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
         return min(rooms, key=lambda room: (room.sequences, -room.free_tokens)).worker_id
+
+    def ranks(self, size_tokens: int, rooms: RoomColumns) -> Column:
+        return rooms.sequences - rooms.free_tokens / (2 * rooms.total_tokens)
 
 
 def find_router(name: str) -> PlacementPolicy:

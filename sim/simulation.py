@@ -12,24 +12,22 @@ from functools import partial
 from msgspec import structs
 
 from services.placement.core.fleet import seat
-from services.placement.core.prefix_index import NOTHING, CachedTokens
 from services.placement.core.roles import Landing, Role, WorkerLoad
-from services.placement.core.speeds import PromptSpeeds
-from services.placement.policy.contract import Room
 from services.scheduler.core.backlog import Feed
 from services.scheduler.core.rules import PLACEMENT_BATCH
 from services.scheduler.policy import find_policy
 from services.scheduler.policy.contract import PlannedBatch, Task, priority_in, queue_rule
 from services.scheduler.policy.fleet_queue import FleetQueue, Rank
-from shared.messages.commands import PlacementItem, WaitingAhead
+from shared.messages.commands import PlacementItem
 from shared.messages.sequence import SequenceKey, SequenceRef, Tenant
-from sim.books import Held, WorkerBooks, pending, plain_pending, spoken_for_blocks
+from sim.books import Held, WorkerBooks, pending
 from sim.cores import SharedCores
 from sim.events import EventPriority, EventQueue
 from sim.handover import HandoverTransfers, Transfer
 from sim.meters import WorkerMeter
 from sim.prefixes import SimPrefixes
 from sim.requests import ServedRecord, SimRequest
+from sim.rooms import SimRooms
 from sim.setup import Outcome, Setup
 from sim.worker import SimWorker
 
@@ -85,8 +83,10 @@ class Simulation:
             worker.on_begin = partial(self._find_prefix, index)
             if setup.found_tokens and not setup.cache_blocks:
                 worker.on_begin = partial(self._find_again, worker)
-        self._speeds = PromptSpeeds()
         self._transfers = HandoverTransfers(setup.wire)
+        self._rooms = SimRooms(
+            setup, self._names, self._workers, self._records, self._prefixes, self._transfers, self._events
+        )
         self._epoch_s = 0.0
         if setup.roles is not None:
             setup.roles.on_workers(self._names)
@@ -172,12 +172,12 @@ class Simulation:
         placement."""
         self._settle_roles()
         is_over = False
-        while not is_over and (keys := self._queue.next(PLACEMENT_BATCH)):
+        while not is_over and len(self._queue) and (keys := self._queue.next(PLACEMENT_BATCH)):
             ahead = self._feed.ahead(self._queue.rank(keys[0]))
             if ahead is None:
                 return
             items = [self._item(key) for key in keys]
-            choices = seat(items, self._rooms(ahead), self._setup.router, self._cached)
+            choices = seat(items, self._rooms.of(ahead, len(items)), self._setup.router, self._rooms.cached)
             for key, choice in zip(keys, choices, strict=True):
                 if choice is not None:
                     self._give(key, self._setup.placed.get(key, int(choice.worker_id)))
@@ -188,6 +188,7 @@ class Simulation:
         rank = self._ranks[key] = self._queue.start(key)
         record.worker = index
         worker.books.take(Held(record))
+        self._rooms.note_change(index)
         if self._setup.roles is not None:
             self._given[key] = task
         if self._prefixes is not None and record.request.names:
@@ -201,12 +202,6 @@ class Simulation:
         worker.is_urgent = True
         self._push_plan(index)
 
-    def _cached(self, item: PlacementItem, worker_id: str) -> CachedTokens:
-        names = self._records[item.ref.key].request.names
-        if self._prefixes is None or not names:
-            return NOTHING
-        return self._prefixes.expected(worker_id, names, self._events.now_s)
-
     def _item(self, key: SequenceKey) -> PlacementItem:
         task = self._tasks[key]
         ref = SequenceRef(request_id=key[0], choice=key[1], attempt=1)
@@ -216,38 +211,6 @@ class Simulation:
             limit_tokens=task.prompt_tokens + task.max_tokens,
             waited_s=self._events.now_s - task.arrival_s,
         )
-
-    def _rooms(self, ahead: WaitingAhead) -> list[Room]:
-        crowds = {crowd.worker_id: crowd.places for crowd in ahead.crowds}
-        roles = self._setup.roles
-        names = [name for name in ahead.only or self._names if name not in ahead.closed]
-        names = [name for name in names if roles is None or roles.role_of(name).may_prefill]
-        return [self._room(name, crowds.get(name, ahead.places)) for name in names]
-
-    def _room(self, name: str, places: int) -> Room:
-        worker, shape = self._workers[int(name)], self._setup.shape
-        meter, speeds = worker.meter, self._speeds
-        speeds.on_measured(name, meter.prefill_tokens_per_s, meter.prefill_context_tokens)
-        rate = speeds.alone(name)
-        share = speeds.preceding_token_s * rate
-        return Room(
-            worker_id=name,
-            free_tokens=self._free_blocks(int(name)) * shape.block_tokens,
-            total_tokens=shape.capacity_blocks * shape.block_tokens,
-            sequences=len(worker.books.held),
-            pending_tokens=plain_pending(worker.books, share),
-            prefill_tokens_per_s=rate,
-            decode_step_s=worker.meter.decode_step_s,
-            preceding_share=share,
-            block_tokens=shape.block_tokens,
-            places=places,
-        )
-
-    def _free_blocks(self, index: int) -> int:
-        """Return the blocks of a worker that are neither needed there nor promised to a transfer."""
-        size, worker = self._setup.shape.block_tokens, self._workers[index]
-        spoken_for = spoken_for_blocks(worker.books, size) + self._transfers.promised_blocks(index, size)
-        return self._setup.shape.capacity_blocks - spoken_for
 
     def _push_answer(self, request: SimRequest, generated_tokens: int) -> None:
         at_s = self._events.now_s + self._setup.prediction_delay_s
@@ -275,6 +238,7 @@ class Simulation:
     def _on_plan(self, index: int) -> None:
         worker, now_s = self._workers[index], self._events.now_s
         self._is_plan_due[index] = False
+        self._rooms.note_change(index)
         before = worker.stretch_end()
         self._note_plans(index, worker.next_plans(now_s))
         self._check(worker)
@@ -303,6 +267,7 @@ class Simulation:
         running = list(worker.books.held.values()) if self._prefixes is not None else []
         began_s, chunks = worker.chunks()
         ended = worker.advance(self._events.now_s)
+        self._rooms.note_change(index)
         for held in running:
             self._keep_prefix(index, held)
         for held in ended:
@@ -416,7 +381,7 @@ class Simulation:
         landings = [
             Landing(self._load(at), self._transfers.wait_s(index, at, now_s))
             for at, name in enumerate(self._names)
-            if at != index and roles.role_of(name).may_decode and self._free_blocks(at) >= needed
+            if at != index and roles.role_of(name).may_decode and self._rooms.free_blocks(at) >= needed
         ]
         chosen = roles.hand_over(held.computed_tokens, self._load(index), landings).worker_id
         return None if chosen is None else int(chosen)

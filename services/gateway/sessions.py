@@ -112,9 +112,9 @@ class Sessions:
             "the server is shutting down": not self._is_draining,
             "not connected to the bus": self._bus.connected,
             "no scheduler has announced itself": self.scheduler.is_present(self.now_s()),
-            self.workers.absence(self._config.served_name): self.workers.serving > 0,
         }
-        return [reason for reason, holds in checks.items() if not holds]
+        absence = [] if self.workers.serving else [self.workers.absence(self._config.served_name)]
+        return [*(reason for reason, holds in checks.items() if not holds), *absence]
 
     def open(
         self,

@@ -2,8 +2,8 @@
 
 from pydantic import Field
 
-from services.placement.core.fleet import find_order
 from services.placement.core.move_mode import ModeChoice
+from services.placement.core.orders import find_order
 from services.placement.core.roles import BOTH, read_roles
 from services.placement.policy import LIVE_PACKINGS, create
 from shared.config import ServiceConfig

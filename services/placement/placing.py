@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from services.placement.config import PlacementConfig
-from services.placement.core.fleet import FleetCapacity, find_order
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.orders import find_order
 from services.placement.policy.contract import PlacementPolicy
 from shared import subjects
 from shared.bus import Bus, fenced, status_of

@@ -50,7 +50,7 @@ class StackConfig(ServiceConfig):
         description="maximum message size of nats-server; the services' own limit is bus.max_payload_bytes",
     )
     nats_max_connections: int = Field(
-        default=1024, ge=16, description="maximum number of connections to nats-server"
+        default=4096, ge=16, description="maximum number of connections to nats-server; a worker has two"
     )
     nats_max_memory_store_bytes: int = Field(
         default=16 * 1024 * 1024, gt=0, description="memory limit of JetStream, which stores the leases"
@@ -67,7 +67,7 @@ class StackConfig(ServiceConfig):
     nats_tls_ca: Path | None = Field(
         default=None, description="PEM file: authority that signed it; unset: one that the system trusts"
     )
-    workers: int = Field(default=2, ge=1, le=256, description="how many worker processes")
+    workers: int = Field(default=2, ge=1, le=1024, description="how many workers")
     workers_per_process: int = Field(
         default=0,
         ge=0,

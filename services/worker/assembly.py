@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -21,6 +21,9 @@ from services.worker.kv.store import CacheableEngine, KvStore, open_store
 from services.worker.kv.tiers.records import CRC
 from services.worker.kv.transfers import TransferEngine
 from shared.bus import Bus
+
+if TYPE_CHECKING:
+    from services.worker.pie.blocks import BlockPie
 
 _SIMULATED_HOST_SHARE = 4
 """Largest host tier of a simulated engine, as a multiple of its KV blocks."""
@@ -51,12 +54,11 @@ def open_cache(
     return store
 
 
-def costs_of(engine: SharingEngine) -> dict[str, Any]:
+def costs_of(engine: SharingEngine, pie: "BlockPie | None") -> dict[str, Any]:
     """Return the heartbeat's measured costs of remote blocks and of layers swapped to the host.
     `expand_stall_s` is the stall of a decode step per swapped layer, in seconds."""
     stall_s: float | None = None
     swapped_layers = 0
-    pie = engine.pie if isinstance(engine, AttendingEngine) else None
     if pie is not None:
         expansion, meter = pie.expansion(), pie.meter
         swapped_layers = expansion.fifo_layers

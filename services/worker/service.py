@@ -266,7 +266,7 @@ class Worker:
         epoch, seq = self._reached
         reached = {"plan_seq": seq} if epoch == report.epoch and seq > report.plan_seq else {}
         moved = {} if self._transfers is None else self._transfers.section()
-        costs = {} if self._sharing is None else costs_of(self._sharing)
+        costs = {} if self._sharing is None else costs_of(self._sharing, self._pie)
         return {**costs, **self._neighbours.section(report.capacity), **moved, **reached}
 
     def _remote_s(self) -> float:
@@ -379,6 +379,8 @@ class Worker:
         news, subject = self._news, subjects.worker_cached(self._bus.instance)
         while news is not None:
             await asyncio.sleep(_TELL_S)
+            if not news.has_some:  # spares an idle worker's threads five turns a second
+                continue
             with fenced("news of the prefix cache"):
                 event = await asyncio.wrap_future(self._door.ask(lambda core, now_s: news.take(now_s)))
                 if event is not None and self._bus.connected:

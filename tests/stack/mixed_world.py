@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from services.placement.core.fleet import ORDERS, FleetCapacity, find_order
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.orders import ORDERS, find_order
 from services.placement.core.packer import Packer
 from services.placement.policy import LIVE_PACKINGS, POLICIES, create, create_packing
 from services.scheduler.core.effects import AskPrediction, Effect, PublishMoved, WantKvAtWorker

@@ -1,5 +1,6 @@
 """State of workers, supervisor and scheduler, from their heartbeats. Pure; `now_s` is passed in."""
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from shared.liveness import Liveness, Start
@@ -47,6 +48,8 @@ class WorkerTable:
     def __init__(self, models: Collection[str], timeout_s: float) -> None:
         self._models = frozenset(models)
         self._workers: dict[str, WorkerReported] = {}
+        self._contexts = {model: Counter[int]() for model in models}
+        """Number of workers by context length, for each model."""
         self._last_context_tokens: dict[str, int] = {}
         self._liveness = Liveness(timeout_s, return_s=timeout_s)
         self.steps = {model: StepSums() for model in models}
@@ -64,7 +67,7 @@ class WorkerTable:
             self._counted[report.worker_id] = (start, report.steps)
             self.steps[report.model].add(report.steps, before if counted_start == start else StepsReport())
         self._workers[report.worker_id] = report
-        self._remember(report.model)
+        self._count(known, report)
         return None if known is None or known.incarnation == start[1] else (start[0], known.incarnation)
 
     def on_lost(self, start: Start) -> None:
@@ -73,19 +76,19 @@ class WorkerTable:
         if known is not None and known.incarnation == start[1]:
             del self._workers[start[0]]
             self._liveness.forget(start[0])
-            self._remember(known.model)
+            self._count(known, None)
 
     def on_tick(self, now_s: float) -> list[Start]:
         """Remove and return the workers that have become silent."""
         lost = [self._workers.pop(worker_id) for worker_id in self._liveness.silent(now_s)]
         for report in lost:
-            self._remember(report.model)
+            self._count(report, None)
         return [(report.worker_id, report.incarnation) for report in lost]
 
     @property
     def serving(self) -> int:
         """Number of workers that serve any of the models."""
-        return sum(report.model in self._models for report in self._workers.values())
+        return sum(contexts.total() for contexts in self._contexts.values())
 
     def absence(self, model: str) -> str:
         """Return the error text for a model without workers."""
@@ -95,7 +98,7 @@ class WorkerTable:
 
     def context_tokens(self, model: str) -> int | None:
         """Return the longest context of the model's workers, or the last known; None before the first."""
-        return self._most_context(model) or self._last_context_tokens.get(model)
+        return self._last_context_tokens.get(model)
 
     def reports(self) -> list[WorkerReported]:
         """Return the latest report of each worker, ordered by number."""
@@ -117,15 +120,19 @@ class WorkerTable:
 
     def check_integrity(self) -> None:
         assert self._workers.keys() == set(self._liveness)
-        assert self.serving <= len(self._workers)
+        for model, contexts in self._contexts.items():
+            reports = [report for report in self._workers.values() if report.model == model]
+            assert contexts == Counter(report.max_context_tokens for report in reports)
 
-    def _remember(self, model: str) -> None:
-        if model in self._models and (most := self._most_context(model)):
-            self._last_context_tokens[model] = most
-
-    def _most_context(self, model: str) -> int:
-        reports = self._workers.values()
-        return max((report.max_context_tokens for report in reports if report.model == model), default=0)
+    def _count(self, before: WorkerReported | None, now: WorkerReported | None) -> None:
+        """Replace a worker's report in the counts; heartbeats do not cost more with more workers."""
+        for report, more in ((now, 1), (before, -1)):
+            if report is not None and (contexts := self._contexts.get(report.model)) is not None:
+                contexts[report.max_context_tokens] += more
+                if not contexts[report.max_context_tokens]:
+                    del contexts[report.max_context_tokens]
+                if contexts:
+                    self._last_context_tokens[report.model] = max(contexts)
 
 
 def _by_number(report: WorkerReported) -> tuple[str, int, str]:

@@ -9,60 +9,22 @@ step report ends it, the scheduler withdraws it, or `reservation_s` passes. Pure
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 
+import numpy as np
+
+from services.placement.core.orders import ORDERS, PlacementRank, arrange, distance
 from services.placement.core.prefix_index import NOTHING, CachedTokens, PrefixIndex
+from services.placement.core.room_table import GROWTH_BLOCKS, MANY_WORKERS, RoomTable, Row, Shortlists
 from services.placement.core.speeds import PromptSpeeds, plain_tokens
-from services.placement.policy.contract import CostedPolicy, PlacementPolicy, Room
-from shared.errors import ConfigError
+from services.placement.policy.contract import CostedPolicy, PlacementPolicy, RankedPolicy, Room
 from shared.liveness import Liveness
-from shared.messages.commands import NOBODY_AHEAD, PlacementItem, WaitingAhead
+from shared.messages.commands import NOBODY_AHEAD, Crowd, PlacementItem, WaitingAhead
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef
 
-NOT_CACHED = 3
-_LEAST_SHARE = 0.25
-"""Minimum share of a prompt that must be cached."""
-
-PlacementRank = Callable[[float, int], float]
-"""Sort key of a prompt from its waited seconds and N, lowest first."""
-ORDERS: dict[str, PlacementRank] = {
-    "policy": lambda waited_s, distance: 0.0,
-    "fcfs": lambda waited_s, distance: -waited_s,
-    "fpf": lambda waited_s, distance: distance,
-    "relaxed_fpf": lambda waited_s, distance: -waited_s * (NOT_CACHED + 1 - distance),
-}
-"""Orders in which waiting prompts are placed (papers/002 §V-F; `algorithms.md` §5). `policy`: as the batching
-policy ranks them. `fcfs`: by arrival. `fpf`: nearest cached prefix first; a prompt with a distant prefix may
-starve among the ones asked about together. `relaxed_fpf`: largest waited time · (4 - N) first. N is 0 for a
-prefix on the device, 1 host, 2 disk, 3 not cached."""
-
-
-def find_order(name: str) -> PlacementRank:
-    """Return the order of that name. Raises ConfigError if it is unknown."""
-    if name not in ORDERS:
-        raise ConfigError(f"order {name!r} is not known; write one of: {', '.join(ORDERS)}", param="order")
-    return ORDERS[name]
-
-
-def distance(item: PlacementItem, offers: Sequence[CachedTokens]) -> int:
-    """Return N at the worker with the longest cached prefix: the mean tier of its cached tokens."""
-    tokens = max(offers, key=lambda offer: (sum(offer), offer), default=(0, 0, 0))
-    if sum(tokens) == 0 or sum(tokens) < _LEAST_SHARE * item.size_tokens:
-        return NOT_CACHED
-    return round(sum(tier * count for tier, count in enumerate(tokens)) / sum(tokens))
-
-
-def arrange(items: Sequence[PlacementItem], distances: Sequence[int], rank: PlacementRank) -> list[int]:
-    """Return positions in placement order: by priority, then rank, then as given."""
-    ranks = [(item.priority, rank(item.waited_s, n)) for item, n in zip(items, distances, strict=True)]
-    return sorted(range(len(items)), key=ranks.__getitem__)
-
-
-GROWTH_BLOCKS = 1
-"""Blocks kept free for a sequence's growth beside others, so that its next decode step preempts none."""
 PASSED_S = 5.0
 """How long smaller sequences may pass one that finds no room."""
 _SHOWN_COSTS = 8
@@ -85,7 +47,7 @@ class SeatChoice:
 
 def seat(
     items: Iterable[PlacementItem],
-    rooms: Sequence[Room],
+    rooms: Sequence[Room] | Shortlists,
     policy: PlacementPolicy,
     cached: Callable[[PlacementItem, str], CachedTokens] = lambda *_: NOTHING,
 ) -> list[SeatChoice | None]:
@@ -100,11 +62,18 @@ def seat(
     costed = policy if isinstance(policy, CostedPolicy) else None
     is_held_up = False
     for item in items:
-        choice = None if is_held_up else _seat_one(item, rooms, policy, costed, cached)
+        among = rooms.of(item) if isinstance(rooms, Shortlists) else rooms
+        choice = None if is_held_up else _seat_one(item, among, policy, costed, cached)
         if choice is None and item.waited_s >= PASSED_S:
-            is_held_up = is_held_up or any(item.limit_tokens <= room.most_tokens for room in rooms)
+            is_held_up = is_held_up or _admit(rooms, item.limit_tokens)
         choices.append(choice)
     return choices
+
+
+def _admit(rooms: Sequence[Room] | Shortlists, limit_tokens: int) -> bool:
+    if isinstance(rooms, Shortlists):
+        return rooms.admits(limit_tokens)
+    return any(limit_tokens <= room.most_tokens for room in rooms)
 
 
 def _seat_one(
@@ -181,6 +150,11 @@ class Resident:
     """Whether a gateway waits for it; else it is a rehearsal of a move."""
     decodes: bool
 
+    @property
+    def first_pending(self) -> int:
+        """First token that is neither computed nor expected in the cache."""
+        return max(self.tokens - self.pending_tokens, min(self.expected_tokens, self.tokens - 1))
+
 
 @dataclass
 class WorkerRoom:
@@ -202,8 +176,7 @@ class WorkerRoom:
         pending = 0.0
         for one in self.residents.values():
             if one.pending_tokens:
-                first = max(one.tokens - one.pending_tokens, min(one.expected_tokens, one.tokens - 1))
-                pending += plain_tokens(first, one.tokens, preceding_share)
+                pending += plain_tokens(one.first_pending, one.tokens, preceding_share)
         pending = max(0.0, pending - rate * (now_s - self.reported_s))
         for promised in self.reservations.values():
             pending += max(0.0, promised.pending_tokens - rate * (now_s - promised.placed_s))
@@ -217,6 +190,29 @@ class WorkerRoom:
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.report.block_tokens)
+
+    def row(self, speed_sums: tuple[float, float, float]) -> Row:
+        """Return the row in a table of rooms, without the prompt tokens of reservations."""
+        report, size = self.report, self.report.block_tokens
+        pending = squares = 0.0
+        for one in self.residents.values():
+            if one.pending_tokens:
+                first = one.first_pending
+                pending += one.tokens - first
+                squares += (one.tokens - first) * (first + one.tokens) / 2
+        return Row(
+            free=self.free_blocks * size,
+            total=report.capacity.total_blocks * size,
+            sequences=len(self.residents) + len(self.reservations),
+            pending=pending,
+            pending_squares=squares,
+            reported_s=self.reported_s,
+            fit=speed_sums,
+            assumed_tokens_per_s=report.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,
+            decode_step_s=report.decode_step_s,
+            most=report.max_context_tokens,
+            block=size,
+        )
 
 
 _PREFILL_TOKENS_PER_S = 4000.0
@@ -237,6 +233,11 @@ class FleetCapacity:
         self._reservation_s = reservation_s
         self._rank = order
         self._speeds = PromptSpeeds()
+        self._reserved: dict[SequenceKey, str] = {}
+        """Worker of each reservation, oldest first."""
+        self._table = RoomTable()
+        self._changed: dict[str, None] = {}
+        """Workers whose rows in `_table` are not up to date."""
 
     def on_reported(self, report: WorkerReported, now_s: float) -> None:
         """Apply a heartbeat. An older one is ignored; a new incarnation starts without reservations."""
@@ -245,7 +246,10 @@ class FleetCapacity:
         known = self.workers.get(report.worker_id)
         reservations: dict[SequenceKey, Reservation] = {}
         expected: dict[SequenceKey, int] = {}
-        if known is not None and report.incarnation == known.report.incarnation:
+        if known is not None and report.incarnation != known.report.incarnation:
+            for key in list(known.reservations):
+                self._release(key)
+        elif known is not None:
             if report.seq <= known.report.seq:
                 return
             reservations = known.reservations
@@ -259,10 +263,24 @@ class FleetCapacity:
             reserved = reservations.get(key)
             if reserved is not None and reserved.attempt <= sequence.ref.attempt:
                 expected[key] = reserved.expected_tokens
-                del reservations[key]
+                self._release(key)
             if sequence.state is not SequenceState.ENDED:
                 residents[key] = _resident(sequence, report.block_tokens, expected.get(key, 0))
         self.workers[report.worker_id] = WorkerRoom(report, now_s, residents, reservations)
+        self._changed[report.worker_id] = None
+
+    def reserve(self, worker_id: str, key: SequenceKey, reservation: Reservation) -> None:
+        """Reserve blocks at a worker for a sequence; an earlier reservation of it ends."""
+        self._release(key)
+        self.workers[worker_id].reservations[key] = reservation
+        self._reserved[key] = worker_id
+        self._changed[worker_id] = None
+
+    def _release(self, key: SequenceKey) -> None:
+        worker_id = self._reserved.pop(key, None)
+        if worker_id is not None:
+            del self.workers[worker_id].reservations[key]
+            self._changed[worker_id] = None
 
     def on_stepped(self, stepped: WorkerStepped) -> None:
         """Free the blocks of ended sequences before the next heartbeat."""
@@ -273,7 +291,7 @@ class FleetCapacity:
             key, attempt = end.ref.key, end.ref.attempt
             reserved = worker.reservations.get(key)
             if reserved is not None and reserved.attempt <= attempt:
-                del worker.reservations[key]
+                self._release(key)
             resident = worker.residents.get(key)
             if (
                 stepped.seq > worker.report.stepped_seq
@@ -281,6 +299,7 @@ class FleetCapacity:
                 and resident.attempt <= attempt
             ):
                 del worker.residents[key]
+                self._changed[stepped.worker_id] = None
                 # Shared prefix blocks count in every sequence that has them.
                 free = worker.plannable_blocks + resident.allocated_blocks
                 worker.plannable_blocks = min(free, worker.report.capacity.total_blocks)
@@ -288,10 +307,9 @@ class FleetCapacity:
     def on_withdrawn(self, refs: Iterable[SequenceRef]) -> None:
         """Release reservations of withdrawn sequences, for these attempts and lower ones."""
         for ref in refs:
-            for worker in self.workers.values():
-                reserved = worker.reservations.get(ref.key)
-                if reserved is not None and reserved.attempt <= ref.attempt:
-                    del worker.reservations[ref.key]
+            home = self._reserved.get(ref.key)
+            if home is not None and self.workers[home].reservations[ref.key].attempt <= ref.attempt:
+                self._release(ref.key)
 
     def on_tick(self, now_s: float) -> list[str]:
         """Drop silent workers and expired reservations; return the ids of the dropped workers."""
@@ -299,10 +317,11 @@ class FleetCapacity:
         for worker_id in silent:
             self._drop(worker_id)
         self.prefixes.on_tick(now_s)
-        for worker in self.workers.values():
-            worker.reservations = {
-                key: r for key, r in worker.reservations.items() if now_s - r.placed_s <= self._reservation_s
-            }
+        while self._reserved:
+            key, home = next(iter(self._reserved.items()))
+            if now_s - self.workers[home].reservations[key].placed_s <= self._reservation_s:
+                break
+            self._release(key)
         return silent
 
     def on_gone(self, worker_id: str, incarnation: int) -> bool:
@@ -315,7 +334,10 @@ class FleetCapacity:
         return True
 
     def _drop(self, worker_id: str) -> None:
+        for key in list(self.workers[worker_id].reservations):
+            self._release(key)
         del self.workers[worker_id]
+        self._changed[worker_id] = None
         self.prefixes.forget(worker_id)
         self._speeds.forget(worker_id)
 
@@ -330,11 +352,18 @@ class FleetCapacity:
         """Return a worker per item, or None: wait (`seat`). Items are taken by `order`, and earlier
         reservations of them end. `ahead` allows items to wait at workers without memory for them."""
         self.on_tick(now_s)
-        for worker in self.workers.values():
-            for item in items:
-                worker.reservations.pop(item.ref.key, None)
-        rooms = self._rooms(excluded.union(ahead.closed), ahead, now_s)
-        order = range(len(items)) if self._rank is ORDERS["policy"] else self._arranged(items, rooms, now_s)
+        for item in items:
+            self._release(item.ref.key)
+        closed = excluded.union(ahead.closed)
+        rooms: Sequence[Room] | Shortlists
+        order: Sequence[int] = range(len(items))
+        if self._rank is not ORDERS["policy"]:
+            rooms = self._rooms(closed, ahead, now_s)
+            order = self._arranged(items, rooms, now_s)
+        elif len(self.workers) > MANY_WORKERS and isinstance(policy, RankedPolicy):
+            rooms = self._shortlists(len(items), closed, policy, ahead, now_s)
+        else:
+            rooms = self._rooms(closed, ahead, now_s)
         cached = partial(self._cached, now_s)
         answers: list[str | None] = [None] * len(items)
         self.choices = []
@@ -347,7 +376,7 @@ class FleetCapacity:
 
     def _reserve(self, choice: SeatChoice, now_s: float) -> None:
         item, worker = choice.item, self.workers[choice.worker_id]
-        worker.reservations[item.ref.key] = Reservation(
+        reservation = Reservation(
             item.ref.attempt,
             worker.blocks(item.size_tokens),
             now_s,
@@ -355,6 +384,7 @@ class FleetCapacity:
             choice.expected_tokens,
             item.size_tokens,
         )
+        self.reserve(choice.worker_id, item.ref.key, reservation)
         if item.prefixes:
             self.prefixes.expect(choice.worker_id, item.prefixes, now_s)
 
@@ -369,42 +399,74 @@ class FleetCapacity:
         return arrange(items, distances, self._rank)
 
     def _rooms(self, excluded: frozenset[str], ahead: WaitingAhead, now_s: float) -> list[Room]:
-        """Return the room of each worker that may be chosen. Prompt tokens waiting there count as the
-        scheduler reports them, or as reserved, if more."""
-        places, waiting_tokens = {}, {}
-        for crowd in ahead.crowds:
-            places[crowd.worker_id], waiting_tokens[crowd.worker_id] = crowd.places, crowd.tokens
-        rooms = []
-        for name in dict.fromkeys(ahead.only) or self.workers:
-            worker = self.workers.get(name)
-            if worker is None or name in excluded:
-                continue
-            report, size = worker.report, worker.report.block_tokens
-            rate = self._speeds.alone(name)
-            preceding_share = self._speeds.preceding_token_s * rate
-            lacking = worker.blocks(waiting_tokens.get(name, 0))
-            for reservation in worker.reservations.values():
-                lacking -= reservation.blocks
-            room = Room(
-                worker_id=name,
-                free_tokens=(worker.free_blocks - max(0, lacking)) * size,
-                total_tokens=report.capacity.total_blocks * size,
-                sequences=len(worker.residents) + len(worker.reservations),
-                pending_tokens=worker.pending_tokens(now_s, preceding_share, rate),
-                prefill_tokens_per_s=rate,
-                decode_step_s=report.decode_step_s,
-                preceding_share=preceding_share,
-                most_tokens=report.max_context_tokens,
-                block_tokens=size,
-                places=places.get(name, ahead.places),
-            )
-            rooms.append(room)
-        return rooms
+        """Return the room of each worker that may be chosen."""
+        crowds = {crowd.worker_id: crowd for crowd in ahead.crowds}
+        names = dict.fromkeys(ahead.only) or self.workers
+        return [
+            self._room(name, crowds.get(name), ahead.places, now_s)
+            for name in names
+            if name in self.workers and name not in excluded
+        ]
+
+    def _room(self, name: str, crowd: Crowd | None, places: int, now_s: float) -> Room:
+        """Return a worker's room. Prompt tokens waiting there count as the scheduler reports them, or as
+        reserved, if more."""
+        worker = self.workers[name]
+        report, size = worker.report, worker.report.block_tokens
+        rate = self._speeds.alone(name)
+        preceding_share = self._speeds.preceding_token_s * rate
+        lacking = 0 if crowd is None else worker.blocks(crowd.tokens)
+        for reservation in worker.reservations.values():
+            lacking -= reservation.blocks
+        return Room(
+            worker_id=name,
+            free_tokens=(worker.free_blocks - max(0, lacking)) * size,
+            total_tokens=report.capacity.total_blocks * size,
+            sequences=len(worker.residents) + len(worker.reservations),
+            pending_tokens=worker.pending_tokens(now_s, preceding_share, rate),
+            prefill_tokens_per_s=rate,
+            decode_step_s=report.decode_step_s,
+            preceding_share=preceding_share,
+            most_tokens=report.max_context_tokens,
+            block_tokens=size,
+            places=places if crowd is None else crowd.places,
+        )
+
+    def _shortlists(
+        self, requests: int, excluded: frozenset[str], policy: RankedPolicy, ahead: WaitingAhead, now_s: float
+    ) -> Shortlists:
+        for name in self._changed:
+            if (worker := self.workers.get(name)) is not None:
+                self._table.put(name, worker.row(self._speeds.sums(name)))
+            else:
+                self._table.remove(name)
+        self._changed.clear()
+        columns = self._table.columns(self._speeds.preceding_token_s, now_s)
+        places = np.full(len(self._table.names), ahead.places)
+        crowds = {crowd.worker_id: crowd for crowd in ahead.crowds}
+        room = cache(lambda name: self._room(name, crowds.get(name), ahead.places, now_s))
+        for name in {*self._reserved.values(), *crowds} & self.workers.keys():
+            at, own = self._table.row_of[name], room(name)
+            columns.free_tokens[at], columns.pending_tokens[at] = own.free_tokens, own.pending_tokens
+            places[at] = own.places
+        return Shortlists(
+            self._table,
+            columns,
+            policy,
+            room,
+            lambda item: self.prefixes.holders(item.prefixes),
+            requests=requests,
+            places=places,
+            excluded=excluded,
+            only=ahead.only,
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state is inconsistent."""
         self.prefixes.check_integrity()
         assert self.workers.keys() == set(self.liveness)
+        reserved = {key: name for name, worker in self.workers.items() for key in worker.reservations}
+        assert reserved == self._reserved
         homes: set[SequenceKey] = set()
         for worker_id, worker in self.workers.items():
             assert worker_id == worker.report.worker_id

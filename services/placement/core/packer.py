@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from services.placement.core.fleet import GROWTH_BLOCKS, FleetCapacity, Reservation, Resident
+from services.placement.core.fleet import FleetCapacity, Reservation, Resident
+from services.placement.core.room_table import GROWTH_BLOCKS
 from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy
 from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
@@ -123,7 +124,7 @@ class Packer:
         calm_until_s = known.calm_until_s if known else -inf
         blocks = known.blocks if known else blocks
         self._known[key] = PackedSequence(item.ref, blocks, now_s, calm_until_s=calm_until_s)
-        fleet.workers[home].reservations[key] = Reservation(item.ref.attempt, blocks, now_s)
+        fleet.reserve(home, key, Reservation(item.ref.attempt, blocks, now_s))
         return home
 
     def _elsewhere(

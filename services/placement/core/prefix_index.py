@@ -48,6 +48,10 @@ class PrefixIndex:
         self._retry_s = retry_s
         self._expect_s = expect_s
         self._shelves: dict[str, KnownPrefixes] = {}
+        self._asking: dict[str, None] = {}
+        """Workers that may have missing events."""
+        self._expecting: dict[str, None] = {}
+        """Workers with expected blocks."""
 
     def blocks(self, worker_id: str) -> int:
         """Return the number of blocks known to be stored on a worker."""
@@ -60,6 +64,7 @@ class PrefixIndex:
         if shelf is None or incarnation != shelf.incarnation:
             expected = shelf.expected if shelf is not None and shelf.incarnation == 0 else {}
             self._shelves[worker_id] = KnownPrefixes(incarnation, expected=expected, is_new=True)
+            self._asking[worker_id] = None
 
     def on_news(self, news: WorkerPrefixes) -> None:
         """Apply an event. Older ones, and those of another incarnation than the heartbeats', are ignored."""
@@ -73,6 +78,7 @@ class PrefixIndex:
             _apply(shelf, news)
         elif len(shelf.waiting) < _MOST_WAITING_NEWS:
             shelf.waiting[news.seq] = news
+            self._asking[news.worker_id] = None
 
     def on_answer(self, news: WorkerPrefixes) -> None:
         """Apply the answer to a request of `questions`. It covers all events up to its number."""
@@ -82,8 +88,11 @@ class PrefixIndex:
 
     def questions(self, now_s: float) -> Iterator[tuple[str, FindPrefixes]]:
         """Yield (worker, request) for missing events. A request is repeated if no answer comes."""
-        for worker_id, shelf in self._shelves.items():
-            if (shelf.waiting or shelf.is_new) and now_s >= shelf.ask_s:
+        for worker_id in list(self._asking):
+            shelf = self._shelves.get(worker_id)
+            if shelf is None or not (shelf.waiting or shelf.is_new):
+                del self._asking[worker_id]
+            elif now_s >= shelf.ask_s:
                 shelf.ask_s = now_s + self._retry_s
                 yield worker_id, FindPrefixes(incarnation=shelf.incarnation, since_seq=shelf.seq)
 
@@ -97,17 +106,20 @@ class PrefixIndex:
             for name in names_of(chain):
                 shelf.expected.pop(name, None)
                 shelf.expected[name] = now_s + self._expect_s
+        if shelf.expected:
+            self._expecting[worker_id] = None
         while len(shelf.expected) > _MOST_EXPECTED_BLOCKS:
             del shelf.expected[next(iter(shelf.expected))]
 
     def on_tick(self, now_s: float) -> None:
         """Drop expected blocks that were not stored in time."""
-        for shelf in self._shelves.values():
-            while shelf.expected:
-                oldest = next(iter(shelf.expected))
-                if shelf.expected[oldest] > now_s:
-                    break
-                del shelf.expected[oldest]
+        for worker_id in list(self._expecting):
+            shelf = self._shelves.get(worker_id)
+            expected = {} if shelf is None else shelf.expected
+            while expected and expected[oldest := next(iter(expected))] <= now_s:
+                del expected[oldest]
+            if not expected:
+                del self._expecting[worker_id]
 
     def cached(self, worker_id: str, chains: Sequence[PrefixChain], now_s: float) -> CachedTokens:
         """Return the cached tokens of a prompt's prefix on a worker, for its best chain."""
@@ -128,6 +140,15 @@ class PrefixIndex:
                 best = (found[0], found[1], found[2])
         return best
 
+    def holders(self, chains: Sequence[PrefixChain]) -> list[str]:
+        """Return the workers that may have the first block of a chain."""
+        firsts = [chain.names[:HASH_BYTES] for chain in chains if chain.names]
+        return [
+            worker_id
+            for worker_id, shelf in (self._shelves.items() if firsts else ())
+            if any(first in shelf.tiers or first in shelf.expected for first in firsts)
+        ]
+
     def check_integrity(self) -> None:
         """Raise AssertionError if a bound or an order is violated."""
         for shelf in self._shelves.values():
@@ -137,6 +158,9 @@ class PrefixIndex:
             assert all(seq > shelf.seq + 1 for seq in shelf.waiting), "news wait although nothing is missing"
             assert list(shelf.expected.values()) == sorted(shelf.expected.values())
             assert all(0 <= tier < TIERS for tier in shelf.tiers.values())
+        asking = {name for name, shelf in self._shelves.items() if shelf.waiting or shelf.is_new}
+        expecting = {name for name, shelf in self._shelves.items() if shelf.expected}
+        assert asking <= self._asking.keys() and expecting <= self._expecting.keys()
 
 
 def names_of(chain: PrefixChain) -> Iterator[BlockHash]:

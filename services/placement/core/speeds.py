@@ -11,7 +11,7 @@ _FITTED, _PROMPTS_FITTED, _OWN_FITTED = 0.97, 0.995, 0.95
 """Decay per measurement: of decode steps, of prompt tokens at all workers, and at one worker."""
 _LEAST_SPREAD = 0.5
 """Minimum relative spread of contexts in the fit of prompt tokens: below it, noise looks like a slope."""
-_LEAST_ALONE = 0.1
+LEAST_ALONE = 0.1
 """Minimum share of a prompt token's time that is not attributed to the tokens before it."""
 _MOST_WORKERS = 4096
 
@@ -80,7 +80,12 @@ class PromptSpeeds:
 
     def without(self, each_s: float, context_tokens: float) -> float:
         """Return the time of a prompt token without the share of its `context_tokens` predecessors."""
-        return max(_LEAST_ALONE * each_s, each_s - self.preceding_token_s * context_tokens)
+        return max(LEAST_ALONE * each_s, each_s - self.preceding_token_s * context_tokens)
+
+    def sums(self, worker_id: str) -> tuple[float, float, float]:
+        """Return a worker's faded sums: measurements, their contexts, their seconds per token."""
+        own = self._of.get(worker_id)
+        return (0.0, 0.0, 0.0) if own is None else (own.n, own.x, own.y)
 
     def alone(self, worker_id: str) -> float:
         """Return a worker's plain prompt tokens per second; 0 without measurements."""
@@ -88,7 +93,7 @@ class PromptSpeeds:
         if own is None:
             return 0.0
         before_s = self.preceding_token_s * own.x
-        return own.n / max(_LEAST_ALONE * own.y, own.y - before_s)
+        return own.n / max(LEAST_ALONE * own.y, own.y - before_s)
 
 
 def plain_tokens(first: int, end: int, preceding_share: float) -> float:

@@ -7,7 +7,10 @@ blocks of the same size on all workers. The policy does not choose between KV an
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from shared.errors import InvalidRequest
 
@@ -53,6 +56,32 @@ class CostedPolicy(PlacementPolicy, Protocol):
 
     def costs_s(self, size_tokens: int, rooms: Sequence[Room]) -> list[float]:
         """Return the cost per room in seconds: until the prompt is computed, plus the delay to others."""
+        ...
+
+
+Column = npt.NDArray[np.float64]
+
+
+class RoomColumns(NamedTuple):
+    """Attributes of many rooms, named as in `Room`: one array each. No tokens are cached."""
+
+    free_tokens: Column
+    total_tokens: Column
+    sequences: Column
+    pending_tokens: Column
+    prefill_tokens_per_s: Column
+    decode_step_s: Column
+    preceding_share: Column
+    most_tokens: Column
+    block_tokens: Column
+
+
+@runtime_checkable
+class RankedPolicy(PlacementPolicy, Protocol):
+    """A policy that can rank many rooms at once, so that `choose` gets few rooms of a large fleet."""
+
+    def ranks(self, size_tokens: int, rooms: RoomColumns) -> Column:
+        """Return a number per room: `choose` prefers the lowest if no tokens are cached."""
         ...
 
 

@@ -8,7 +8,9 @@ until memory is free, and a share of mutual slowdown. It has the form of Dynamo'
 from collections.abc import Sequence
 from math import inf
 
-from services.placement.policy.contract import Room
+import numpy as np
+
+from services.placement.policy.contract import Column, Room, RoomColumns
 
 _HOST_SAVES, _DISK_SAVES = 0.9, 0.6
 """Share of a token's computation saved by a cache hit in a lower tier: loading takes time as well."""
@@ -59,6 +61,20 @@ class PrefixAware:
             costs_s.append(tokens / (room.prefill_tokens_per_s or fastest) + wait_s)
         return costs_s
 
+    def ranks(self, size_tokens: int, rooms: RoomColumns) -> Column:
+        speeds, steps_s = rooms.prefill_tokens_per_s, rooms.decode_step_s
+        fastest = speeds.max(initial=0.0) or _PREFILL_TOKENS_PER_S
+        step_s = steps_s.min(where=steps_s > 0, initial=inf)
+        held_tokens = np.maximum(0, rooms.total_tokens - rooms.free_tokens)
+        tokens = size_tokens + rooms.pending_tokens
+        tokens += LOAD_WEIGHT * (held_tokens + rooms.sequences * size_tokens)
+        tokens += rooms.preceding_share * size_tokens**2 / 2
+        short_tokens = np.maximum(0, size_tokens - rooms.free_tokens)
+        step = np.where(steps_s > 0, steps_s, step_s if step_s < inf else _STEP_S)
+        wait_s = short_tokens / np.maximum(1, held_tokens) * _ANSWER_STEPS * step
+        costs_s: Column = tokens / np.where(speeds > 0, speeds, fastest) + wait_s
+        return costs_s
+
 
 class BestFit:
     """Chooses the worker with the least free memory, then the lowest id."""
@@ -66,9 +82,15 @@ class BestFit:
     def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
         return min(rooms, key=lambda room: (room.free_tokens, room.worker_id)).worker_id
 
+    def ranks(self, size_tokens: int, rooms: RoomColumns) -> Column:
+        return rooms.free_tokens
+
 
 class WorstFit:
     """Chooses the worker with the most free memory, then the fewest sequences, then the lowest id."""
 
     def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
         return min(rooms, key=lambda room: (-room.free_tokens, room.sequences, room.worker_id)).worker_id
+
+    def ranks(self, size_tokens: int, rooms: RoomColumns) -> Column:
+        return rooms.sequences / (1 << 20) - rooms.free_tokens

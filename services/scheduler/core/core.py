@@ -88,12 +88,12 @@ class SchedulerCore:
 
     @property
     def running(self) -> int:
-        return len([one for one in self._roster.sequences.values() if one.phase in HELD])
+        return sum(self._roster.phases[phase] for phase in HELD)
 
     @property
     def queued(self) -> int:
         """Number of sequences that no worker holds yet."""
-        return len([one for one in self._roster.sequences.values() if one.phase not in HELD])
+        return len(self._roster.sequences) - self.running
 
     def charged_s(self) -> Iterator[tuple[str, float]]:
         """Return each tenant's service counter, in seconds."""

@@ -45,6 +45,8 @@ class Roster:
     def __init__(self, rules: Rules, rule: QueueRule = BY_ARRIVAL) -> None:
         self.rules = rules
         self.sequences: dict[SequenceKey, Sequence] = {}
+        self.phases: Counter[Phase] = Counter()
+        """Number of `sequences` by phase."""
         self.pipelines: dict[str, WorkerPipeline] = {}
         self._changed: dict[str, WorkerPipeline] = {}
         self._welcomed = 0
@@ -273,14 +275,19 @@ class Roster:
         assert sequence.key not in self.sequences
         self.backlog.add(sequence)
         self.sequences[sequence.key] = sequence
-        self._by_limit.add(sequence)
+        self._enter(sequence)
         if sequence.runs_alone:
             self._alone[sequence.key] = sequence
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._by_limit.add(sequence)
+        self.phases[sequence.phase] += 1
+        sequence.counts = self.phases
 
     def adopt(self, sequence: Sequence, pipeline: WorkerPipeline, phase: Phase, now_s: float) -> None:
         """Assign a sequence found at this pipeline's worker, wherever it was before."""
         if sequence.key not in self.sequences:
-            self._by_limit.add(sequence)
+            self._enter(sequence)
         known = self.sequences.setdefault(sequence.key, sequence) is sequence
         assert known, "another attempt is known"
         if sequence.worker_id is None and sequence in self.backlog:
@@ -352,6 +359,8 @@ class Roster:
             elif pipeline is not None and held and phase not in (Phase.ENDED, Phase.LOST):
                 pipeline.drop(sequence.ref)
         sequence.move_to(phase)
+        self.phases[phase] -= 1
+        sequence.counts = None
         del self.sequences[sequence.key]
         self._by_limit.remove(sequence)
         if sequence.worker_id is not None:
@@ -403,6 +412,7 @@ class Roster:
             assert sequence.phase in HELD or sequence.spec is not None
         assert sum(self.counts().values()) == len(self.sequences) - len(queued)
         assert len(self._by_limit) == len(self.sequences)
+        assert +self.phases == Counter(sequence.phase for sequence in self.sequences.values())
         self.feed.check_integrity()
         in_step = {name for name, pipeline in self.pipelines.items() if pipeline.sync is Sync.IN_STEP}
         assert in_step == self.pipelines.keys() - self.unready.keys()

@@ -3,6 +3,7 @@
 The state is soft: heartbeats, snapshots and resubmissions rebuild it.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -113,6 +114,8 @@ class Sequence:
     prefixes: tuple[tuple[tuple[bytes, int], ...], tuple[PrefixChain, ...]] | None = None
     """Block names of its prompt, and the kinds of workers they are for (`names_of`)."""
 
+    counts: Counter[Phase] | None = None
+    """Number of sequences by phase, in which this one counts."""
     key: SequenceKey = field(init=False)
     limit_tokens: int = field(init=False)
     """Tokens of the prompt and the longest answer."""
@@ -128,6 +131,9 @@ class Sequence:
         if phase is not self.phase:
             if (self.phase, phase) not in TRANSITIONS:
                 raise InternalError(f"{self.ref} cannot go from {self.phase} to {phase}")
+            if self.counts is not None:
+                self.counts[self.phase] -= 1
+                self.counts[phase] += 1
             self.phase = phase
 
     def note_spec(self, spec: SequenceSpec) -> None:

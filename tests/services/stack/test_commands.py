@@ -99,7 +99,7 @@ def test_help_shows_what_holds_without_a_flag(capfd: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["up", "--help"])
     said = " ".join(capfd.readouterr().out.split())
-    for default in ("takes a free one [8080]", "how many worker processes [2]", "start has failed [180]"):
+    for default in ("takes a free one [8080]", "how many workers [2]", "start has failed [180]"):
         assert default in said
 
 

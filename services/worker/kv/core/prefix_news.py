@@ -30,6 +30,11 @@ class PrefixNews:
         self._events: deque[tuple[BlockHash, ...]] = deque(maxlen=_KEPT_EVENTS)
         """Names in the latest events, the last of which is number `_seq`."""
 
+    @property
+    def has_some(self) -> bool:
+        """Whether something changed since the last event. Any thread may ask."""
+        return self._tree.moves != self._seen_moves
+
     def take(self, now_s: float) -> WorkerPrefixes | None:
         """Return the next event if something changed and the last event is `interval_s` old."""
         if self._tree.moves == self._seen_moves or now_s - self._told_s < self._interval_s:

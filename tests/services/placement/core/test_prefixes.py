@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.placement.core.fleet import NOT_CACHED, ORDERS, FleetCapacity, arrange, distance, find_order
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.orders import NOT_CACHED, ORDERS, arrange, distance, find_order
 from services.placement.core.prefix_index import NOTHING, PrefixIndex
 from services.placement.policy.fit import PrefixAware
 from shared.errors import ConfigError
