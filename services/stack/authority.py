@@ -16,6 +16,8 @@ _LIFETIME = datetime.timedelta(days=3650)
 _CLOCK_SLACK = datetime.timedelta(hours=1)
 LOCAL_NAMES = ("localhost",)
 _ADDRESSES = ("127.0.0.1", "::1")
+_PURPOSES = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
+"""Servers of a cluster are each other's clients."""
 
 
 def make_certificate(directory: Path, names: Sequence[str] = LOCAL_NAMES) -> None:
@@ -38,7 +40,7 @@ def make_certificate(directory: Path, names: Sequence[str] = LOCAL_NAMES) -> Non
         _unsigned(_name("Kvasir nats-server"), authority, server_key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(_PURPOSES), critical=False)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         .add_extension(issuer_key, critical=False)
         .sign(authority_key, hashes.SHA256())

@@ -1,12 +1,17 @@
-"""Leases on roles, stored in a JetStream key-value bucket in the server's memory, with compare-and-set.
+"""Leases on roles, stored in a JetStream key-value bucket, with compare-and-set.
 
 The key is the role, the value its holder. A lease expires when its key's revision does not change for `ttl_s`
 on the *observer's* monotonic clock. Clocks are never compared, and time in which the observer was blind does
 not count. The revision at acquisition is the lease's epoch.
 
-A server that dies loses its leases. The revisions of a new bucket begin at the Unix time in milliseconds,
-which earlier ones cannot have reached at a few renewals a second, so no epoch is given twice. A leader also
-exceeds the workers' epochs, in case the clock was set back. A holder renews its lease in a new bucket.
+A single server keeps the bucket in memory, and loses it when it dies. The revisions of a new bucket begin at
+the Unix time in milliseconds, which earlier ones cannot have reached at a few renewals a second, so no epoch
+is given twice. A leader also exceeds the workers' epochs, in case the clock was set back. A holder renews its
+lease in a new bucket.
+
+A cluster keeps up to three replicas in files: replicas in memory would begin at that time again after all
+servers were restarted. Without a majority nobody takes or renews a lease. A new leader of the bucket is
+elected in 4 to 9 s, for which a holder keeps its role (`Lease.patience_s`); nobody else can take it then.
 """
 
 import asyncio
@@ -29,6 +34,9 @@ from shared.messages.values import Number, OptionalId
 
 _log = logging.getLogger("kvasir.bus.lease")
 _CALL_TIMEOUT_S = 2.0
+_MOST_REPLICAS = 3
+_ELECTION_S = 10.0
+"""Longest time in which nats-server elects a leader among the replicas."""
 
 T = TypeVar("T")
 
@@ -51,6 +59,7 @@ class LeaseStore:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self.replicas = min(link.servers, _MOST_REPLICAS)
 
     async def read(self, role: str) -> _Entry | None:
         """Return the entry, or None if the role was never held."""
@@ -97,7 +106,8 @@ class LeaseStore:
                 StreamConfig(
                     name=f"KV_{subjects.LEASE_BUCKET}",
                     subjects=[f"$KV.{subjects.LEASE_BUCKET}.>"],
-                    storage=StorageType.MEMORY,
+                    storage=StorageType.FILE if self.replicas > 1 else StorageType.MEMORY,
+                    num_replicas=self.replicas,
                     first_seq=int(unix_s() * 1000),
                     max_msgs_per_subject=1,
                 )
@@ -114,6 +124,11 @@ class Lease:
         self.epoch = revision
         self._revision = revision
         self._store = store
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds beyond its time to live for which renewals may fail, because the bucket has no leader."""
+        return _ELECTION_S if self._store.replicas > 1 else 0.0
 
     async def renew(self) -> None:
         """Renew the lease; call it several times per `ttl_s`. Raise NotLeader if another instance took the
@@ -141,14 +156,18 @@ class Lease:
 
 class Silence:
     """Time for which an observer has seen an unchanged revision. Reads no clock. A long gap between two
-    observations counts only up to `longest_gap_s`. A lost connection restarts the count, because the holder
-    could not renew either."""
+    observations counts only up to `longest_gap_s`. A lost connection or a failed look restarts the count,
+    because the holder could not renew either."""
 
     def __init__(self, longest_gap_s: float) -> None:
         self._longest_gap_s = longest_gap_s
         self._seen: tuple[int, int] | None = None
         self._looked_s = 0.0
         self.lasting_s = 0.0
+
+    def restart(self) -> None:
+        """Begin anew, after a failed look."""
+        self._seen = None
 
     def observe(self, revision: int, reconnections: int, now_s: float) -> None:
         """Record the key's revision and the number of reconnections at `now_s`."""
@@ -199,6 +218,7 @@ async def acquire(
                     return Lease(store, role, holder, acquired)
         except (BusUnavailable, DeadlineExceeded) as error:
             _log.warning("cannot see who holds the role %s: %s", role, error)
+            silence.restart()
         await asyncio.sleep(poll_s)
 
 
