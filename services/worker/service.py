@@ -70,7 +70,7 @@ OTHERS: tuple[Handler, ...] = (
 _STOP_DEADLINE_S = 5.0
 _MEASURE_S = 1.0
 _TELL_S = 0.2
-_EXPRESS_INTERVAL_S = 0.5
+_EXPRESS_INTERVAL_S = 0.1
 _SWITCH_INTERVAL_S = 0.0002
 """Longest wait of the engine's thread for the GIL after an operator, while the event loop holds it."""
 
