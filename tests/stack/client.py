@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,9 @@ class Answer:
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     """Ids, where the question asks for them."""
+    latest_s: float = 0.0
+    pause_s: float = 0.0
+    """Longest time between two chunks."""
 
     @property
     def complete(self) -> bool:
@@ -111,6 +115,9 @@ class Client:
             return
         self.received += 1
         answer.chunks += 1
+        now_s = time.monotonic()
+        answer.pause_s = max(answer.pause_s, now_s - (answer.latest_s or now_s))
+        answer.latest_s = now_s
         if chunk.get("usage"):
             answer.completion_tokens = chunk["usage"]["completion_tokens"]
             answer.cached_tokens = (chunk["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
