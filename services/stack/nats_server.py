@@ -3,9 +3,9 @@ own. `up` creates the users of its own instances. For others (another worker, a 
 `credentials NAME` adds a user without disturbing connections."""
 
 import asyncio
+import hashlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -78,13 +78,14 @@ class Cluster:
     """Of the servers among each other."""
 
     @classmethod
-    def of(cls, routes: Sequence[str]) -> "Cluster | None":
-        """Return a new one, or None for a single server."""
-        return cls(routes, secrets.token_hex(24)) if len(routes) > 1 else None
+    def of(cls, routes: Sequence[str], access: BusAccess) -> "Cluster | None":
+        """Return the cluster of these servers, or None for a single one."""
+        secret = "routes " + access.credentials.nats_passwords[subjects.OPERATOR]
+        return cls(routes, hashlib.sha256(secret.encode()).hexdigest()) if len(routes) > 1 else None
 
     def text(self, access: BusAccess, at: int) -> str:
-        """Return the configuration of server `at`. A server that hangs loses its routes within 0.75 s, sooner than
-        its clients give it up, so that requests do not go to where these were."""
+        """Return the configuration of server `at`. A server that hangs loses its routes within 0.75 s, sooner
+        than its clients give it up, so that requests do not go to where these were."""
         others = [route for route in self.routes if route != self.routes[at]]
         routes = json.dumps([f"nats://route:p{self.password}@{route}" for route in others])
         return f"""\
@@ -160,7 +161,7 @@ def write_configs(run: RunDirectory, config: StackConfig, access: BusAccess) -> 
         path.unlink()
     shutil.rmtree(run.path / "nats", ignore_errors=True)  # leases do not outlive the stack
     servers = len(access.ports)
-    cluster = Cluster.of([f"127.0.0.1:{free_port(taken=access.ports)}" for _ in range(servers)])
+    cluster = Cluster.of([f"127.0.0.1:{free_port(taken=access.ports)}" for _ in range(servers)], access)
     names = [f"nats-{at}" for at in range(servers)] if cluster else ["nats"]
     for at, name in enumerate(names):
         store = run.path / "nats" / name if cluster else run.path / "nats"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -126,3 +127,19 @@ class Client:
             answer.tokens += choice.get("token_ids") or []
             answer.text += choice["delta"].get("content") or ""
             answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+
+
+async def _asked(job: dict[str, Any]) -> None:
+    """Ask as `job` says; print `midway` and the answers. For clients on another host."""
+
+    async def midway() -> None:
+        print("midway", flush=True)
+
+    client = Client(job["url"], job["key"], job["model"])
+    questions = [Question(*each) for each in job["questions"]]
+    answers = await client.ask_all(questions, midway=midway, after=job["after"])
+    print(json.dumps([answer.__dict__ for answer in answers]))
+
+
+if __name__ == "__main__":
+    asyncio.run(_asked(json.loads(sys.argv[1])))

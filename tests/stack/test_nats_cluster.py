@@ -1,5 +1,5 @@
-"""A stack on three nats-servers: each is killed and frozen in turn, while clients read. One of the three leads
-the replicas of the lease, and one has most connections."""
+"""A stack on three nats-servers: each is killed and frozen in turn, while clients read. One of the three
+leads the replicas of the lease, and one has most connections."""
 
 import asyncio
 import signal
