@@ -11,7 +11,8 @@ lease in a new bucket.
 
 A cluster keeps up to three replicas in files: replicas in memory would begin at that time again after all
 servers were restarted. Without a majority nobody takes or renews a lease. A new leader of the bucket is
-elected in 4 to 9 s, for which a holder keeps its role (`Lease.patience_s`); nobody else can take it then.
+elected in 4 to 9 s, for which a holder keeps its role (`Lease.patience_s`); nobody else can take it then. A
+holder moves that leader off its own server, so that no single death takes both.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from shared.messages.values import Number, OptionalId
 
 _log = logging.getLogger("kvasir.bus.lease")
 _CALL_TIMEOUT_S = 2.0
+_STREAM = f"KV_{subjects.LEASE_BUCKET}"
 _MOST_REPLICAS = 3
 _ELECTION_S = 10.0
 """Longest time in which nats-server elects a leader among the replicas."""
@@ -84,6 +86,18 @@ class LeaseStore:
         except nats.js.errors.KeyWrongLastSequenceError:
             return None
 
+    async def move_leader(self) -> None:
+        """Move the leader of the replicas off the server that this process is connected to."""
+        if self.replicas > 1:
+            await self._call(self._move_leader())
+
+    async def _move_leader(self) -> None:
+        client = self._link.client
+        info = await client.jetstream(timeout=_CALL_TIMEOUT_S).stream_info(_STREAM)
+        if info.cluster and info.cluster.leader == client._server_info.get("server_name"):
+            subject = f"$JS.API.STREAM.LEADER.STEPDOWN.{_STREAM}"
+            await client.request(subject, timeout=_CALL_TIMEOUT_S)
+
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`. Raise BusUnavailable (also if the connection is lost), DeadlineExceeded, or
         PermissionRefused if this user may not use leases."""
@@ -104,7 +118,7 @@ class LeaseStore:
         except nats.js.errors.BucketNotFoundError:
             await context.add_stream(
                 StreamConfig(
-                    name=f"KV_{subjects.LEASE_BUCKET}",
+                    name=_STREAM,
                     subjects=[f"$KV.{subjects.LEASE_BUCKET}.>"],
                     storage=StorageType.FILE if self.replicas > 1 else StorageType.MEMORY,
                     num_replicas=self.replicas,
@@ -124,6 +138,8 @@ class Lease:
         self.epoch = revision
         self._revision = revision
         self._store = store
+        self._is_apart = False
+        """The leader of the replicas is on another server, as far as known."""
 
     @property
     def patience_s(self) -> float:
@@ -133,6 +149,13 @@ class Lease:
     async def renew(self) -> None:
         """Renew the lease; call it several times per `ttl_s`. Raise NotLeader if another instance took the
         role. Raise BusUnavailable or DeadlineExceeded if the store does not answer."""
+        is_apart, self._is_apart = self._is_apart, False
+        await self._renew()
+        if not is_apart:
+            await self._store.move_leader()
+        self._is_apart = True
+
+    async def _renew(self) -> None:
         revision = await self._store.write(self.role, self.holder, last=self._revision)
         if revision is None:
             entry = await self._store.read(self.role)
