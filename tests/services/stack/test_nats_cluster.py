@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,7 +24,7 @@ from shared.bus import Bus, Lease
 from shared.config import BusConfig
 from shared.errors import UnavailableError
 from shared.subjects import LEASE_BUCKET, OPERATOR
-from tests.patience import STACK_PATIENCE_S, until
+from tests.patience import BUSY_S, STACK_PATIENCE_S, until
 
 
 class Servers:
@@ -170,3 +172,15 @@ def test_settings_that_no_cluster_can_have() -> None:
         BusConfig(url="tls://a:4222,nats://b:4222")
     with pytest.raises(ValidationError, match="several as nats://A:4222,nats://B:4222"):
         BusConfig(url="nats://a:4222,b:4222")
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_server_that_hangs_is_left_at_once(tmp_path: Path, tls: bool) -> None:
+    async with cluster(tmp_path / "run", tls=tls) as servers:
+        bus = await servers.bus("worker-0")
+        at = servers.access.url.split(",").index(bus._link.url)
+        began_s = time.monotonic()
+        os.kill(servers.processes[servers.names[at]].pid, signal.SIGSTOP)
+        await until(lambda: bus.reconnections == 1, BUSY_S)
+        print(f"{time.monotonic() - began_s:.2f} s")
+        await bus.close()
