@@ -1,6 +1,7 @@
 """Hosts that share nothing but a network: each is a network namespace with an address of its own, on one
 bridge. Each has a folder of its own with what `services.stack.compose --hosts` made for its instances."""
 
+import itertools
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from tests.stack.client import Answer, Question
 from tests.stack.running import ROOT
 
 SERVERS = 3
+_numbers = itertools.count()
 _NOWHERE = "02:00:00:00:00:ff"
 """Hardware address of no machine."""
 
@@ -128,7 +130,7 @@ class Fleet:
 
     def __init__(self, folder: Path, layout: Sequence[Sequence[str]], settings: Mapping[str, str]) -> None:
         self.folder, self.layout, self.settings = folder, layout, settings
-        self.net = f"kv{os.getpid() % 10_000}"
+        self.net = f"kv{os.getpid() % 10_000}{next(_numbers)}"
         self.hosts = [Host(number, self.net, folder / f"host-{number}") for number in range(len(layout))]
         self.secrets = folder / "secrets"
 
