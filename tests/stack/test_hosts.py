@@ -24,6 +24,10 @@ SETTINGS = {
     "KVASIR_SCHEDULER__LEASE_TTL_S": "1",
 }
 STREAMS, MIDWAY, LASTS_S = 16, 100, 10.0
+PAUSE_S = 2.0
+"""Most that a client waits for its next token, on a machine with time to spare."""
+SETTLED_S = 12.0
+"""After a fault, the replicas of the lease may be without a leader for as long."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,7 @@ def questions() -> list[Question]:
 
 
 def ask(hosts: Fleet, during: Callable[[], None], at: int = 0) -> list[Answer]:
+    time.sleep(SETTLED_S)
     with hosts.asked(at, questions(), MIDWAY) as answers:
         during()
     return answers
@@ -71,13 +76,16 @@ def test_a_slow_link(four_hosts: Fleet, undisturbed: list[Answer]) -> None:
         answers = ask(four_hosts, lambda: None)
     finally:
         four_hosts.hosts[3].limit()
-    check(answers, undisturbed, 2.0, "slow link", four_hosts)
+    check(answers, undisturbed, PAUSE_S, "slow link", four_hosts)
 
 
-@pytest.mark.parametrize("pair", [(2, 3), (0, 3), (1, 2)])
+@pytest.mark.parametrize(
+    ("pair", "most_s"), [((2, 3), PAUSE_S), ((0, 3), PAUSE_S), ((1, 2), LASTS_S + PAUSE_S)]
+)
 def test_two_hosts_lose_each_other(
-    four_hosts: Fleet, undisturbed: list[Answer], pair: tuple[int, int]
+    four_hosts: Fleet, undisturbed: list[Answer], pair: tuple[int, int], most_s: float
 ) -> None:
+    """Two hosts with servers do not meet through the third, so what they do together may wait."""
     one, other = (four_hosts.hosts[number] for number in pair)
 
     def part() -> None:
@@ -88,7 +96,7 @@ def test_two_hosts_lose_each_other(
                 time.sleep(LASTS_S)
 
     answers = ask(four_hosts, part)
-    check(answers, undisturbed, 2.0, f"hosts {pair} lose each other", four_hosts)
+    check(answers, undisturbed, most_s, f"hosts {pair} lose each other", four_hosts)
 
 
 @pytest.mark.parametrize("number", [3, 2, 1])
@@ -99,10 +107,10 @@ def test_a_host_cut_off_and_back(four_hosts: Fleet, undisturbed: list[Answer], n
         four_hosts.hosts[number].plug(is_in=True)
 
     answers = ask(four_hosts, cut)
-    check(answers, undisturbed, 2.0, f"host {number} cut off", four_hosts)
+    check(answers, undisturbed, PAUSE_S, f"host {number} cut off", four_hosts)
 
 
 @pytest.mark.parametrize("number", [3, 2])
 def test_a_host_that_dies(four_hosts: Fleet, undisturbed: list[Answer], number: int) -> None:
     answers = ask(four_hosts, four_hosts.hosts[number].kill)
-    check(answers, undisturbed, 2.0, f"host {number} dies", four_hosts)
+    check(answers, undisturbed, PAUSE_S, f"host {number} dies", four_hosts)
