@@ -193,7 +193,7 @@ class Link:
     @property
     def url(self) -> str:
         """Address of the server that the connection goes to."""
-        current = self.client.connected_url
+        current = self.client.connected_url if self.servers > 1 else None
         return self._config.url if current is None else current.geturl()
 
     @property
