@@ -70,7 +70,7 @@ OTHERS: tuple[Handler, ...] = (
 _STOP_DEADLINE_S = 5.0
 _MEASURE_S = 1.0
 _TELL_S = 0.2
-_EXPRESS_INTERVAL_S = 0.1
+_EXPRESS_INTERVAL_S = 0.5
 _SWITCH_INTERVAL_S = 0.0002
 """Longest wait of the engine's thread for the GIL after an operator, while the event loop holds it."""
 
@@ -397,6 +397,7 @@ class Worker:
     async def _keep_express(self) -> None:
         """Keep an express connection up, except on an encrypted bus or if the server refuses it."""
         regained = self._bus.reconnections
+        interval_s = _EXPRESS_INTERVAL_S / len(self._bus.config.urls)  # more servers, more reason to change
         while True:
             if self._bus.connected and (self._courier.wants_express or regained != self._bus.reconnections):
                 regained = self._bus.reconnections
@@ -404,7 +405,7 @@ class Worker:
                     self._courier.offer(await self._bus.express())
                 except KvasirError as error:
                     _log.debug("%s", error)
-            await asyncio.sleep(_EXPRESS_INTERVAL_S)
+            await asyncio.sleep(interval_s)
 
     def _wake(self) -> None:
         self._door.wake()
