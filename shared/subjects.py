@@ -135,7 +135,10 @@ LEDGER_ANNOUNCED = _plain("evt.ledger.announced", by="ledger", to="ledger")
 LEASE_BUCKET = "kvasir_leases"
 """JetStream key-value bucket; maps each role to its holder."""
 _LEASE_SUBJECTS = (
-    *(f"$JS.API.STREAM.{verb}.KV_{LEASE_BUCKET}" for verb in ("INFO", "CREATE", "MSG.GET")),
+    *(
+        f"$JS.API.STREAM.{verb}.KV_{LEASE_BUCKET}"
+        for verb in ("INFO", "CREATE", "MSG.GET", "LEADER.STEPDOWN")
+    ),
     f"$KV.{LEASE_BUCKET}.scheduler",
 )
 """A scheduler may publish to these."""

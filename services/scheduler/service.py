@@ -155,7 +155,7 @@ class SchedulerService:
                 return
             except UnavailableError as error:
                 _log.warning("the lease was not renewed: %s", error)
-                if monotonic_s() - renewed_s > self._config.lease_ttl_s:
+                if monotonic_s() - renewed_s > self._config.lease_ttl_s + lease.patience_s:
                     return
 
 

@@ -1,8 +1,9 @@
-"""Access of a stack's users to its bus: address, passwords, certificate."""
+"""Access of a stack's users to its bus: addresses, passwords, certificate."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,17 +59,27 @@ def _made(directory: Path) -> Certificate:
 
 @dataclass(frozen=True)
 class BusAccess:
-    """Address of a nats-server and its users' credentials. A user receives only its own password."""
+    """Addresses of the nats-servers and their users' credentials. A user receives only its own password."""
 
     url: str
+    """Of all servers, with commas."""
     credentials: Credentials
     certificate: Certificate | None = None
 
     @classmethod
-    def to_local(cls, port: int, credentials: Credentials, certificate: Certificate | None) -> "BusAccess":
-        """Return access to a server on this machine."""
+    def to_local(
+        cls, ports: Sequence[int], credentials: Credentials, certificate: Certificate | None
+    ) -> "BusAccess":
+        """Return access to servers on this machine."""
+        return cls.to([f"127.0.0.1:{port}" for port in ports], credentials, certificate)
+
+    @classmethod
+    def to(
+        cls, places: Sequence[str], credentials: Credentials, certificate: Certificate | None
+    ) -> "BusAccess":
+        """Return access to servers at these HOST:PORT."""
         scheme = "nats" if certificate is None else "tls"
-        return cls(f"{scheme}://127.0.0.1:{port}", credentials, certificate)
+        return cls(",".join(f"{scheme}://{place}" for place in places), credentials, certificate)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], credentials: Credentials) -> "BusAccess":
@@ -86,13 +97,29 @@ class BusAccess:
         }
 
     @property
-    def port(self) -> int:
-        return urlsplit(self.url).port or 4222
+    def places(self) -> list[str]:
+        """HOST:PORT of each server."""
+        return [urlsplit(url).netloc for url in self.url.split(",")]
+
+    @property
+    def ports(self) -> list[int]:
+        """Port of each server."""
+        return [urlsplit(url).port or 4222 for url in self.url.split(",")]
+
+    def each(self) -> "list[BusAccess]":
+        """Return access to each server alone."""
+        return [replace(self, url=url) for url in self.url.split(",")]
+
+    def url_of(self, user: str) -> str:
+        """Return the addresses in the user's own order, so that the servers share the connections."""
+        urls = self.url.split(",")
+        first = zlib.crc32(user.encode()) % len(urls)
+        return ",".join([*urls[first:], *urls[:first]])
 
     def config(self, user: str, **settings: Any) -> BusConfig:
         """Return the bus settings for this process."""
         return BusConfig(
-            url=self.url,
+            url=self.url_of(user),
             user=user,
             password=SecretStr(self.credentials.nats_passwords[user]),
             tls_ca=self._ca,
@@ -102,7 +129,7 @@ class BusAccess:
 
     def environment(self, user: str) -> dict[str, str]:
         """Return the bus settings for a child process."""
-        settings = {"URL": self.url, "USER": user, "PASSWORD": self.credentials.nats_passwords[user]}
+        settings = {"URL": self.url_of(user), "USER": user, "PASSWORD": self.credentials.nats_passwords[user]}
         if self.certificate is not None:
             settings["TLS_HANDSHAKE_FIRST"] = "true"
         if self._ca is not None:

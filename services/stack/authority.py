@@ -16,6 +16,8 @@ _LIFETIME = datetime.timedelta(days=3650)
 _CLOCK_SLACK = datetime.timedelta(hours=1)
 LOCAL_NAMES = ("localhost",)
 _ADDRESSES = ("127.0.0.1", "::1")
+_PURPOSES = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
+"""Servers of a cluster are each other's clients."""
 
 
 def make_certificate(directory: Path, names: Sequence[str] = LOCAL_NAMES) -> None:
@@ -30,15 +32,12 @@ def make_certificate(directory: Path, names: Sequence[str] = LOCAL_NAMES) -> Non
         .sign(authority_key, hashes.SHA256())
     )
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
-    alternatives = [
-        *(x509.DNSName(name) for name in names),
-        *(x509.IPAddress(ipaddress.ip_address(address)) for address in _ADDRESSES),
-    ]
+    alternatives = [*(_general_name(name) for name in (*names, *_ADDRESSES))]
     server = (
         _unsigned(_name("Kvasir nats-server"), authority, server_key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(_PURPOSES), critical=False)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         .add_extension(issuer_key, critical=False)
         .sign(authority_key, hashes.SHA256())
@@ -48,6 +47,19 @@ def make_certificate(directory: Path, names: Sequence[str] = LOCAL_NAMES) -> Non
     _write(directory / "server.pem", server.public_bytes(pem))
     _write(directory / "server-key.pem", private)
     _write(directory / "ca.pem", ca.public_bytes(pem))
+
+
+def names_host(cert: Path, host: str) -> bool:
+    """Return True if the certificate is for this name or address."""
+    extensions = x509.load_pem_x509_certificate(cert.read_bytes()).extensions
+    return _general_name(host) in extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def _unsigned(

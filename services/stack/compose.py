@@ -1,9 +1,11 @@
-"""`python -m services.stack.compose [FOLDER [INSTANCE …]]`: write the secrets for docker-compose.yml.
+"""`python -m services.stack.compose [FOLDER [INSTANCE …]] [--hosts A,B,C]`: write the secrets for
+docker-compose.yml, or for several hosts.
 
 Writes an environment file with the NATS password of each instance (those of workers in a folder of their
 own), nats-server's configuration and certificate, and the API key. Existing secrets are kept, so it can run
-again, also to add instances. Only the owner can open the folder. Files mounted into containers are readable
-by all, because containers run as another user.
+again, also to add instances. With hosts, there is a configuration for a nats-server on each, which form one
+cluster; their paths are those of this folder. Only the owner can open the folder. Files mounted into
+containers are readable by all, because containers run as another user.
 """
 
 import argparse
@@ -12,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from services.stack import nats_server
 from services.stack.access import BusAccess, Certificate
@@ -25,7 +29,7 @@ DEFAULT_FOLDER = ROOT / "deploy" / "secrets"
 NATS_CONFIG, KEY_FILE = "nats.conf", "api_key"
 _HOST = "nats"
 """Service name in docker-compose.yml."""
-_URL = f"tls://{_HOST}:4222"
+_PORT, _ROUTE_PORT = 4222, 6222
 POOL = "workers"
 _GATEWAYS, _WORKERS = 2, 16
 """Names prepared; a worker's container takes a free one (`services.stack.container`)."""
@@ -42,9 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER, help="[deploy/secrets]")
     parser.add_argument("instances", nargs="*", help="beside those of the compose file, such as worker-16")
+    parser.add_argument("--hosts", default="", help="addresses of an odd number of hosts, for nats-servers")
     arguments = parser.parse_args(argv)
     try:
-        write_secrets(arguments.folder, *arguments.instances)
+        hosts = [host for host in arguments.hosts.split(",") if host]
+        write_secrets(arguments.folder, *arguments.instances, hosts=hosts)
     except ConfigError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2
@@ -52,21 +58,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_secrets(folder: Path, *more: str) -> None:
-    """Write all secrets to `folder`, for compose instances, earlier ones and `more`. Raise ConfigError for an
-    invalid instance name or a configuration that nats-server rejects."""
+def write_secrets(folder: Path, *more: str, hosts: Sequence[str] = ()) -> None:
+    """Write all secrets to `folder`, for compose instances, earlier ones and `more`, with nats-servers on
+    `hosts`, if any. Raise ConfigError for an invalid instance name, an even number of hosts or a
+    configuration that nats-server rejects."""
     try:
-        config = StackConfig(gateways=_GATEWAYS, workers=_WORKERS)
+        config = StackConfig(gateways=_GATEWAYS, workers=_WORKERS, nats_cluster=len(hosts) or 1)
         instances = [*config.instances, *(name for name in more if subjects.service_of(name))]
+    except ValidationError as error:
+        raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, "), param="hosts") from None
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    folder = folder.resolve()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    here = _certificate(folder / "tls")
-    access = BusAccess(_URL, RunDirectory(folder).credentials(*instances), here)
-    nats_server.write_config(folder / NATS_CONFIG, config, access, _STORE)
-    _write_mounted(folder / NATS_CONFIG, here)
-    access = replace(access, certificate=_MOUNTED)
+    here = _certificate(folder / "tls", hosts or [_HOST])
+    places = [f"{host}:{_PORT}" for host in hosts or [_HOST]]
+    access = BusAccess.to(places, RunDirectory(folder).credentials(*instances), here)
+    if hosts:
+        cluster = nats_server.Cluster.of([f"{host}:{_ROUTE_PORT}" for host in hosts], access)
+        for at in range(len(hosts)):
+            path = folder / f"nats-{at}.conf"
+            nats_server.write_config(path, config, access, folder / "nats", at, cluster)
+    else:
+        nats_server.write_config(folder / NATS_CONFIG, config, access, _STORE)
+        _write_mounted(folder / NATS_CONFIG, here)
+        access = replace(access, certificate=_MOUNTED)
     _write(folder / KEY_FILE, f"{access.credentials.api_key}\n")
     (folder / POOL).mkdir(exist_ok=True)
     (folder / POOL).chmod(0o755)
@@ -80,13 +97,19 @@ def write_secrets(folder: Path, *more: str) -> None:
             path.chmod(0o644)
 
 
-def _certificate(folder: Path) -> Certificate:
-    """Return the certificate, created once because running containers trust its authority."""
+def _certificate(folder: Path, hosts: Sequence[str]) -> Certificate:
+    """Return the certificate, created once because running containers trust its authority. Raise ConfigError
+    if it lacks a host."""
+    from services.stack.authority import LOCAL_NAMES, make_certificate, names_host
+
     made = Certificate(folder / "server.pem", folder / "server-key.pem", folder / "ca.pem")
     if not all(path.exists() for path in (made.cert, made.key, folder / "ca.pem")):
-        from services.stack.authority import LOCAL_NAMES, make_certificate
-
-        make_certificate(folder, (*LOCAL_NAMES, _HOST))
+        make_certificate(folder, (*LOCAL_NAMES, *hosts))
+    if lacking := [host for host in hosts if not names_host(made.cert, host)]:
+        raise ConfigError(
+            f"the certificate in {folder} does not name {', '.join(lacking)}: move that folder away, run "
+            "this again, and give every host the new files"
+        )
     for path in folder.iterdir():
         path.chmod(0o644)
     return made

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from shared.config import ServiceConfig
 
@@ -41,6 +41,13 @@ class StackConfig(ServiceConfig):
         ge=0,
         le=65535,
         description="port of nats-server; unset: 4222, or a free one if that is taken",
+    )
+    nats_cluster: int = Field(
+        default=1,
+        ge=1,
+        le=5,
+        description="how many nats-servers, as a cluster: the bus outlives one of three, two of five; their "
+        "ports follow nats_port",
     )
     logs_mb: int = Field(default=256, ge=8, description="most megabytes of all logs")
     nats_max_payload_bytes: int = Field(
@@ -104,3 +111,13 @@ class StackConfig(ServiceConfig):
         default=180.0, gt=0, description="if not ready after this time, the start has failed"
     )
     stop_grace_s: float = Field(default=8.0, gt=0, description="time between SIGTERM and SIGKILL")
+
+    @field_validator("nats_cluster")
+    @classmethod
+    def _is_odd(cls, servers: int) -> int:
+        if servers % 2 == 0:
+            raise ValueError(
+                f"a majority of {servers} servers outlives no more deaths than one of {servers - 1}: write "
+                f"{servers - 1} or {servers + 1}"
+            )
+        return servers

@@ -1,15 +1,17 @@
-"""nats-server of a stack: configuration file, validation, executable. Every instance is a NATS user of its
+"""nats-servers of a stack: configuration files, validation, executable. Every instance is a NATS user of its
 own. `up` creates the users of its own instances. For others (another worker, a standby, your own service),
 `credentials NAME` adds a user without disturbing connections."""
 
 import asyncio
+import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +19,7 @@ from rich.console import Console
 from services.stack.access import BusAccess
 from services.stack.config import StackConfig
 from services.stack.display import running_state, say
+from services.stack.obstructions import free_port
 from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.errors import BusUnavailable, ConfigError, InternalError
@@ -65,13 +68,48 @@ def binary() -> str:
     return found
 
 
-def config_text(config: StackConfig, access: BusAccess, store: Path) -> str:
-    """Return the server's configuration: loopback, an account, one user per instance, JetStream. The
+@dataclass(frozen=True)
+class Cluster:
+    """Servers that form one bus."""
+
+    routes: Sequence[str]
+    """HOST:PORT at which each listens for the others."""
+    password: str
+    """Of the servers among each other."""
+
+    @classmethod
+    def of(cls, routes: Sequence[str], access: BusAccess) -> "Cluster | None":
+        """Return the cluster of these servers, or None for a single one."""
+        secret = "routes " + access.credentials.nats_passwords[subjects.OPERATOR]
+        return cls(routes, hashlib.sha256(secret.encode()).hexdigest()) if len(routes) > 1 else None
+
+    def text(self, access: BusAccess, at: int) -> str:
+        """Return the configuration of server `at`. A server that hangs loses its routes within 0.75 s, sooner
+        than its clients give it up, so that requests do not go to where these were."""
+        others = [route for route in self.routes if route != self.routes[at]]
+        routes = json.dumps([f"nats://route:p{self.password}@{route}" for route in others])
+        return f"""\
+client_advertise: "{access.places[at]}"
+cluster {{
+  name: "kvasir"
+  listen: "{self.routes[at]}"
+  routes: {routes}
+  authorization {{ user: "route", password: "p{self.password}", timeout: 5 }}
+  ping_interval: "250ms"
+  ping_max: 2
+{_tls_text(access, "", with_ca=True)}}}
+"""
+
+
+def config_text(
+    config: StackConfig, access: BusAccess, store: Path, at: int = 0, cluster: Cluster | None = None
+) -> str:
+    """Return the configuration of server `at`: an account, one user per instance, JetStream. The
     system account has no user and exports connection events. No user has all permissions, and none lacks a
     password."""
     return f"""\
-listen: "127.0.0.1:{access.port}"
-server_name: "kvasir"
+listen: "{access.places[at]}"
+server_name: "{f"kvasir-{at}" if cluster else "kvasir"}"
 max_payload: {config.nats_max_payload_bytes}
 max_connections: {config.nats_max_connections}
 max_closed_clients: 64  # of 10,000: the supervisor greets twice a second
@@ -79,8 +117,8 @@ jetstream {{
   store_dir: {_quoted(store)}
   max_memory_store: {config.nats_max_memory_store_bytes}
   max_file_store: {config.nats_max_file_store_bytes}
-}}
-{_tls_text(access)}system_account: SYS
+{"  sync_interval: always  # epochs must outlive a crash of all machines" + chr(10) if cluster else ""}}}
+{_tls_text(access)}{cluster.text(access, at) if cluster else ""}system_account: SYS
 accounts {{
   SYS {{
     exports: [
@@ -103,9 +141,32 @@ accounts {{
 """
 
 
-def write_config(path: Path, config: StackConfig, access: BusAccess, store: Path) -> None:
-    """Write the configuration, readable only by its owner. Raise ConfigError if nats-server rejects it."""
-    _write_checked(path, config_text(config, access, store))
+def write_config(
+    path: Path,
+    config: StackConfig,
+    access: BusAccess,
+    store: Path,
+    at: int = 0,
+    cluster: Cluster | None = None,
+) -> None:
+    """Write the configuration of server `at`, readable only by its owner. Raise ConfigError if nats-server
+    rejects it."""
+    _write_checked(path, config_text(config, access, store, at, cluster))
+
+
+def write_configs(run: RunDirectory, config: StackConfig, access: BusAccess) -> list[str]:
+    """Write the configurations of a stack's servers, with empty stores, and return their names. Raise
+    ConfigError."""
+    for path in run.path.glob("nats*.conf"):
+        path.unlink()
+    shutil.rmtree(run.path / "nats", ignore_errors=True)  # leases do not outlive the stack
+    servers = len(access.ports)
+    cluster = Cluster.of([f"127.0.0.1:{free_port(taken=access.ports)}" for _ in range(servers)], access)
+    names = [f"nats-{at}" for at in range(servers)] if cluster else ["nats"]
+    for at, name in enumerate(names):
+        store = run.path / "nats" / name if cluster else run.path / "nats"
+        write_config(run.nats_config(name), config, access, store, at, cluster)
+    return names
 
 
 def replace_users(path: Path, access: BusAccess) -> None:
@@ -137,11 +198,13 @@ def _quoted(path: Path) -> str:
     return json.dumps(str(path), ensure_ascii=False)
 
 
-def _tls_text(access: BusAccess) -> str:
+def _tls_text(access: BusAccess, more: str = "handshake_first: true, ", *, with_ca: bool = False) -> str:
     if access.certificate is None:
         return ""
     cert, key = (_quoted(path) for path in (access.certificate.cert, access.certificate.key))
-    return f"tls {{ cert_file: {cert}, key_file: {key}, handshake_first: true, timeout: 5 }}\n"
+    if with_ca and access.certificate.ca is not None:
+        more += f"ca_file: {_quoted(access.certificate.ca)}, "
+    return f"tls {{ cert_file: {cert}, key_file: {key}, {more}timeout: 5 }}\n"
 
 
 _ACCEPTED_S = 10.0
@@ -158,10 +221,13 @@ def credentials(run: RunDirectory, name: str, console: Console) -> int:
     is_known = name in run.credentials().nats_passwords
     access = BusAccess.from_state(state, run.credentials(name))
     if not is_known:
-        replace_users(run.nats_config, access)
-        (pid,) = (child["pid"] for child in state["children"] if child["name"] == "nats")
-        os.kill(pid, signal.SIGHUP)
-        asyncio.run(_until_accepted(access, name))
+        servers = [child for child in state["children"] if child["name"].partition("-")[0] == "nats"]
+        for server in servers:
+            replace_users(run.nats_config(server["name"]), access)
+        for server, own in zip(servers, access.each(), strict=True):
+            if server["pid"] is not None:  # one that is down reads them at its start
+                os.kill(server["pid"], signal.SIGHUP)
+                asyncio.run(_until_accepted(own, name))
     for variable, value in access.environment(name).items():
         say(console, f"{variable}={value}")
     return 0

@@ -137,6 +137,12 @@ def choose_nats_port(port: int | None, say: Callable[[str], None]) -> int:
     return port
 
 
+def choose_nats_ports(port: int | None, servers: int, say: Callable[[str], None]) -> list[int]:
+    """Return the ports of a cluster: the first as above, the next ones, or any. Raise Obstructed."""
+    others = [choose_nats_port(port + number if port else 0, say) for number in range(1, servers)]
+    return [choose_nats_port(port, say), *others]
+
+
 def _claimed(port: int) -> bool:
     """Reserve a port among this machine's stacks until this process ends; return False if another stack has
     it. nats-server binds later, so two stacks that start at once would both find the port free."""

@@ -31,18 +31,21 @@ Raises OSError or ValueError; the caller sets a deadline."""
 
 
 async def greeting(config: BusConfig, _: int = 0) -> dict[str, Any]:
-    """Wait for the greeting that nats-server sends before authentication."""
+    """Wait for the greeting that nats-server sends before authentication. Return the addresses of its
+    cluster, if it tells any."""
     from shared.bus.link import tls_options  # slow to import
 
     address = urlsplit(config.url)
     encrypted = tls_options(config).get("tls") if config.tls_handshake_first else None
     reader, writer = await asyncio.open_connection(address.hostname, address.port, ssl=encrypted)
     try:
-        if await reader.read(len(_GREETING)) != _GREETING:
+        line = await reader.readline()
+        if not line.startswith(_GREETING):
             raise ValueError(f"what listens at {config.url} is no nats-server")
+        urls = json.loads(line.removeprefix(b"INFO ")).get("connect_urls", [])
+        return {"connect_urls": urls} if urls else {}
     finally:
         writer.close()
-    return {}
 
 
 async def seed_answers(path: Path, _: int) -> dict[str, Any]:
@@ -80,6 +83,25 @@ class TcpProbe:
             return f"nothing listens on port {self.port} yet"
         writer.close()
         return None
+
+
+@dataclass(frozen=True)
+class ClusterProbe:
+    """Ready when a nats-server reaches all `servers` of its cluster."""
+
+    greets: Life
+    servers: int
+
+    async def obstacle(self, age_s: float) -> str | None:
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
+                reached = len((await self.greets(0)).get("connect_urls", ()))
+        except (OSError, TimeoutError, ValueError):
+            return "does not greet yet"
+        if reached >= self.servers:
+            return None
+        others = f"reaches {max(0, reached - 1)} of the {self.servers - 1} other servers"
+        return f"{others}: see in its log whether their routes' ports or certificates refuse it"
 
 
 @dataclass(frozen=True)

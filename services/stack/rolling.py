@@ -42,7 +42,7 @@ def rolled_names(children: Sequence[str], names: Sequence[str] = ()) -> list[str
         raise ConfigError(f"nothing here is called {unknown[0]!r}; there are {', '.join(sorted(services))}")
     chosen = [child for child in children if not names or {child, services[child]} & set(names)]
     if not names:
-        chosen = [child for child in chosen if child != "nats"]
+        chosen = [child for child in chosen if services[child] != "nats"]
     elif _SEED in children and any(services[child] in subjects.SERVICES for child in chosen):
         chosen.append(_SEED)
 

@@ -53,13 +53,16 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.state_file = self.path / "state.json"
         self.credentials_file = self.path / "credentials.json"
-        self.nats_config = self.path / "nats.conf"
         self.keys_file = self.path / "keys.json"
         self.roll_file = self.path / "roll.json"
         self._lock_file = self.path / "lock"
         self._lock: int | None = None
         self.supervisor = f"stack-{hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]}"
         """Name under which the supervisor answers (`shared.watchdog`), also without the lock's file."""
+
+    def nats_config(self, server: str = "nats") -> Path:
+        """Return the configuration of a nats-server."""
+        return self.path / f"{server}.conf"
 
     @property
     def is_default(self) -> bool:
@@ -187,8 +190,8 @@ class RunDirectory:
         missing = []
         for path in {
             self.credentials_file,
-            self.nats_config,
             self.keys_file,
+            *self.path.glob("nats*.conf"),
             *self.path.glob("tls/*"),
             *copies,
         }:

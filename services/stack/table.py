@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from services.stack.access import BusAccess
 from services.stack.config import StackConfig
 from services.stack.models import named
 from services.stack.obstructions import check_override, free_port, gateway_hosts
-from services.stack.probes import HttpProbe, TcpProbe, UnixProbe, greeting, seed_answers
+from services.stack.probes import ClusterProbe, HttpProbe, TcpProbe, UnixProbe, greeting, seed_answers
 from services.stack.process import SeedLauncher, socket_fits, start_program
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import ROOT, RunDirectory
@@ -106,8 +105,7 @@ def kvasir_table(
 ) -> list[ChildSpec]:
     """Return all children. Raise ConfigError."""
     _check_models(config)
-    shutil.rmtree(run.path / "nats", ignore_errors=True)  # earlier releases kept leases there
-    nats_server.write_config(run.nats_config, config, access, run.path / "nats")
+    servers = nats_server.write_configs(run, config, access)
     shared_env = {
         **sources.environ,
         f"{ENV_PREFIX}GATEWAY__PORT": str(port),
@@ -145,9 +143,12 @@ def kvasir_table(
         for name, service in instances.items()
         if service == "worker"
     }
-    nats_argv = (nats_server.binary(), "-c", str(run.nats_config))
-    greets = partial(greeting, access.config(subjects.OPERATOR))
-    table = [ChildSpec("nats", nats_argv, dict(sources.environ), TcpProbe(access.port), greets, stage=_BUS)]
+    table = []
+    for name, own in zip(servers, access.each(), strict=True):
+        argv = (nats_server.binary(), "-c", str(run.nats_config(name)))
+        greets = partial(greeting, own.config(subjects.OPERATOR))
+        ready = TcpProbe(own.ports[0]) if len(servers) == 1 else ClusterProbe(greets, len(servers))
+        table.append(ChildSpec(name, argv, dict(sources.environ), ready, greets, stage=_BUS))
     seed = run.path / "seed.sock"
     seed.unlink(missing_ok=True)
     preload = config.preload and socket_fits(seed)

@@ -24,7 +24,7 @@ from services.stack.down import end_leftovers
 from services.stack.logs import reason
 from services.stack.obstructions import (
     check_settings,
-    choose_nats_port,
+    choose_nats_ports,
     choose_port,
     gateway_hosts,
     running_already,
@@ -81,11 +81,12 @@ class _Stack:
         config = options.config
         self._port = choose_port(config.port)
         # Chosen but not bound yet, so it must be excluded here.
-        asked = {self._port, config.nats_port or 0}
+        first = config.nats_port or 0
+        asked = {self._port, *range(first, first + config.nats_cluster)}
         operator_port = choose_port(config.operator_port, "--operator-port", asked)
         config = config.model_copy(update={"operator_port": operator_port})
         self._access = BusAccess.to_local(
-            choose_nats_port(config.nats_port, self._say),
+            choose_nats_ports(config.nats_port, config.nats_cluster, self._say),
             self._run.credentials(*config.instances),
             certificate_for(config, self._run.path / "tls"),
         )

@@ -399,6 +399,7 @@ class Worker:
     async def _keep_express(self) -> None:
         """Keep an express connection up, except on an encrypted bus or if the server refuses it."""
         regained = self._bus.reconnections
+        interval_s = _EXPRESS_INTERVAL_S / len(self._bus.config.urls)  # more servers, more reason to change
         while True:
             if self._bus.connected and (self._courier.wants_express or regained != self._bus.reconnections):
                 regained = self._bus.reconnections
@@ -406,7 +407,7 @@ class Worker:
                     self._courier.offer(await self._bus.express())
                 except KvasirError as error:
                     _log.debug("%s", error)
-            await asyncio.sleep(_EXPRESS_INTERVAL_S)
+            await asyncio.sleep(interval_s)
 
     def _wake(self) -> None:
         self._door.wake()

@@ -19,6 +19,13 @@ _END = b"\r\n"
 class FairClient(Client):
     """NATS client that yields to the event loop while it reads."""
 
+    async def _process_op_err(self, e: Exception) -> None:
+        """Abort the lost connection: asyncio waits 30 s for a server that hangs to end its encryption."""
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None and self.is_connected:
+            writer.transport.abort()
+        await super()._process_op_err(e)
+
     async def _read_loop(self) -> None:
         transport: Any = self._transport
         writer = getattr(transport, "_io_writer", None)

@@ -279,8 +279,9 @@ class Bus:
 
     async def express(self) -> Express:
         """Open a connection for one thread (`shared.bus.express`). Raise BusUnavailable."""
+        config = self.config.model_copy(update={"url": self._link.url})  # both end together
         opening = asyncio.get_running_loop().run_in_executor(
-            None, Express.connect, self.config, self.instance, self._counters
+            None, Express.connect, config, self.instance, self._counters
         )
         try:
             return await asyncio.shield(opening)

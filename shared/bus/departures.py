@@ -1,8 +1,10 @@
 """Detect processes that left the bus from nats-server's announcements, sooner than by their silence.
 
 The server announces every connection's begin and end (`$SYS.ACCOUNT.….CONNECT`, `DISCONNECT`). The stack's
-configuration maps both to `evt.bus.…`. A bus names its main connection after instance and incarnation. The
-run is gone when its last connection ends and none returns within `GRACE_S`; live processes reconnect sooner.
+configuration maps both to `evt.bus.…`, in a cluster those of all servers. A bus names its main connection
+after instance and incarnation. The run is gone when its latest connection ends and none returns within
+`GRACE_S`; live processes reconnect sooner. A server that dies announces nothing: its clients connect to
+another one, or are missed by their heartbeats.
 If the run has a known TCP port, a refused connection there proves its end at once. Frozen processes and
 servers without announcements are left to heartbeat timeouts. A wrong verdict costs a resubmission.
 """
@@ -10,6 +12,7 @@ servers without announcements are left to heartbeat timeouts. A wrong verdict co
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -22,7 +25,6 @@ GRACE_S = 0.15
 _KNOCK_AGAIN_S = 0.03
 """The port may close a little later than the connection."""
 _MOST_KNOWN = 4096
-_MOST_SERVERS = 64
 _MOST_DIGITS = 19
 """Digits of an incarnation, which is below 2^62."""
 _log = get_logger("bus")
@@ -36,12 +38,13 @@ def connection_name(instance: str, incarnation: int) -> str:
     return f"{subjects.checked_id(instance)}/{incarnation}"
 
 
-class BusClient(msgspec.Struct, frozen=True):
+class BusClient(msgspec.Struct, frozen=True, rename={"since": "start"}):
     """A connection, as described by nats-server."""
 
-    id: int = 0
     user: str = ""
     name: str = ""
+    since: datetime = datetime.min.replace(tzinfo=UTC)
+    """Its begin, by the clock of its server."""
 
     @property
     def start(self) -> Start | None:
@@ -58,18 +61,10 @@ class BusClient(msgspec.Struct, frozen=True):
         return instance, int(incarnation)
 
 
-class BusServer(msgspec.Struct, frozen=True):
-    """The announcing server. A restart keeps its name and changes its id."""
-
-    name: str = ""
-    id: str = ""
-
-
 class BusAdvisory(msgspec.Struct, frozen=True):
     """JSON announcement that a connection began or ended."""
 
     client: BusClient
-    server: BusServer = BusServer()
 
 
 class Departures:
@@ -81,10 +76,8 @@ class Departures:
     )
 
     def __init__(self) -> None:
-        self._connections: OrderedDict[Start, set[int]] = OrderedDict()
-        """Open connections of each known run."""
-        self._servers: OrderedDict[str, str] = OrderedDict()
-        """Last known id by server name."""
+        self._connected: OrderedDict[Start, datetime] = OrderedDict()
+        """Begin of the latest connection of each known run."""
         self._leaving: dict[Start, asyncio.TimerHandle] = {}
         self._doors: OrderedDict[str, tuple[int, str]] = OrderedDict()
         """Incarnation and TCP address by instance."""
@@ -108,28 +101,24 @@ class Departures:
         return (instance, incarnation) in self._gone
 
     def on_connected(self, event: BusAdvisory) -> None:
-        self._meet(event.server)
         start = event.client.start
         if start is None:
             return
-        self._connections.setdefault(start, set()).add(event.client.id)
-        self._connections.move_to_end(start)
-        if len(self._connections) > _MOST_KNOWN:
-            self._connections.popitem(last=False)
+        self._connected[start] = max(event.client.since, self._connected.get(start, event.client.since))
+        self._connected.move_to_end(start)
+        if len(self._connected) > _MOST_KNOWN:
+            self._connected.popitem(last=False)
         self._gone.pop(start, None)
         if (leaving := self._leaving.pop(start, None)) is not None:
             leaving.cancel()
 
     def on_disconnected(self, event: BusAdvisory) -> None:
-        self._meet(event.server)
         start = event.client.start
-        if start is None:
+        if start is None or event.client.since < self._connected.get(start, event.client.since):
             return
-        others = self._connections.get(start, set())
-        others.discard(event.client.id)
-        if others or start in self._leaving or len(self._leaving) >= _MOST_KNOWN:
+        if start in self._leaving or len(self._leaving) >= _MOST_KNOWN:
             return
-        self._connections.pop(start, None)
+        self._connected.pop(start, None)
         self._leaving[start] = asyncio.get_running_loop().call_later(GRACE_S, self._on_left, start)
         instance, incarnation = start
         listening, address = self._doors.get(instance, (0, ""))
@@ -138,15 +127,6 @@ class Departures:
             knocking = asyncio.create_task(self._knock(start, host, int(port)))
             self._knocking.add(knocking)
             knocking.add_done_callback(self._knocking.discard)
-
-    def _meet(self, server: BusServer) -> None:
-        """Forget all connections after a server restart, because their ends were not announced."""
-        before = self._servers.setdefault(server.name, server.id)
-        self._servers[server.name] = server.id
-        if len(self._servers) > _MOST_SERVERS:
-            self._servers.popitem(last=False)
-        if before != server.id:
-            self._connections.clear()
 
     def close(self) -> None:
         """Cancel all pending checks; no callback follows."""

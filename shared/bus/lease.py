@@ -1,12 +1,18 @@
-"""Leases on roles, stored in a JetStream key-value bucket in the server's memory, with compare-and-set.
+"""Leases on roles, stored in a JetStream key-value bucket, with compare-and-set.
 
 The key is the role, the value its holder. A lease expires when its key's revision does not change for `ttl_s`
 on the *observer's* monotonic clock. Clocks are never compared, and time in which the observer was blind does
 not count. The revision at acquisition is the lease's epoch.
 
-A server that dies loses its leases. The revisions of a new bucket begin at the Unix time in milliseconds,
-which earlier ones cannot have reached at a few renewals a second, so no epoch is given twice. A leader also
-exceeds the workers' epochs, in case the clock was set back. A holder renews its lease in a new bucket.
+A single server keeps the bucket in memory, and loses it when it dies. The revisions of a new bucket begin at
+the Unix time in milliseconds, which earlier ones cannot have reached at a few renewals a second, so no epoch
+is given twice. A leader also exceeds the workers' epochs, in case the clock was set back. A holder renews its
+lease in a new bucket.
+
+A cluster keeps up to three replicas in files: replicas in memory would begin at that time again after all
+servers were restarted. Without a majority nobody takes or renews a lease. A new leader of the bucket is
+elected in 4 to 9 s, for which a holder keeps its role (`Lease.patience_s`); nobody else can take it then. A
+holder moves that leader off its own server, so that no single death takes both.
 """
 
 import asyncio
@@ -29,6 +35,10 @@ from shared.messages.values import Number, OptionalId
 
 _log = logging.getLogger("kvasir.bus.lease")
 _CALL_TIMEOUT_S = 2.0
+_STREAM = f"KV_{subjects.LEASE_BUCKET}"
+_MOST_REPLICAS = 3
+_ELECTION_S = 10.0
+"""Longest time in which nats-server elects a leader among the replicas."""
 
 T = TypeVar("T")
 
@@ -51,6 +61,7 @@ class LeaseStore:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self.replicas = min(link.servers, _MOST_REPLICAS)
 
     async def read(self, role: str) -> _Entry | None:
         """Return the entry, or None if the role was never held."""
@@ -75,6 +86,18 @@ class LeaseStore:
         except nats.js.errors.KeyWrongLastSequenceError:
             return None
 
+    async def move_leader(self) -> None:
+        """Move the leader of the replicas off the server that this process is connected to."""
+        if self.replicas > 1:
+            await self._call(self._move_leader())
+
+    async def _move_leader(self) -> None:
+        client = self._link.client
+        info = await client.jetstream(timeout=_CALL_TIMEOUT_S).stream_info(_STREAM)
+        if info.cluster and info.cluster.leader == client._server_info.get("server_name"):
+            subject = f"$JS.API.STREAM.LEADER.STEPDOWN.{_STREAM}"
+            await client.request(subject, timeout=_CALL_TIMEOUT_S)
+
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`. Raise BusUnavailable (also if the connection is lost), DeadlineExceeded, or
         PermissionRefused if this user may not use leases."""
@@ -95,9 +118,10 @@ class LeaseStore:
         except nats.js.errors.BucketNotFoundError:
             await context.add_stream(
                 StreamConfig(
-                    name=f"KV_{subjects.LEASE_BUCKET}",
+                    name=_STREAM,
                     subjects=[f"$KV.{subjects.LEASE_BUCKET}.>"],
-                    storage=StorageType.MEMORY,
+                    storage=StorageType.FILE if self.replicas > 1 else StorageType.MEMORY,
+                    num_replicas=self.replicas,
                     first_seq=int(unix_s() * 1000),
                     max_msgs_per_subject=1,
                 )
@@ -114,10 +138,24 @@ class Lease:
         self.epoch = revision
         self._revision = revision
         self._store = store
+        self._is_apart = False
+        """The leader of the replicas is on another server, as far as known."""
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds beyond its time to live for which renewals may fail, because the bucket has no leader."""
+        return _ELECTION_S if self._store.replicas > 1 else 0.0
 
     async def renew(self) -> None:
         """Renew the lease; call it several times per `ttl_s`. Raise NotLeader if another instance took the
         role. Raise BusUnavailable or DeadlineExceeded if the store does not answer."""
+        is_apart, self._is_apart = self._is_apart, False
+        await self._renew()
+        if not is_apart:
+            await self._store.move_leader()
+        self._is_apart = True
+
+    async def _renew(self) -> None:
         revision = await self._store.write(self.role, self.holder, last=self._revision)
         if revision is None:
             entry = await self._store.read(self.role)
@@ -141,14 +179,18 @@ class Lease:
 
 class Silence:
     """Time for which an observer has seen an unchanged revision. Reads no clock. A long gap between two
-    observations counts only up to `longest_gap_s`. A lost connection restarts the count, because the holder
-    could not renew either."""
+    observations counts only up to `longest_gap_s`. A lost connection or a failed look restarts the count,
+    because the holder could not renew either."""
 
     def __init__(self, longest_gap_s: float) -> None:
         self._longest_gap_s = longest_gap_s
         self._seen: tuple[int, int] | None = None
         self._looked_s = 0.0
         self.lasting_s = 0.0
+
+    def restart(self) -> None:
+        """Begin anew, after a failed look."""
+        self._seen = None
 
     def observe(self, revision: int, reconnections: int, now_s: float) -> None:
         """Record the key's revision and the number of reconnections at `now_s`."""
@@ -199,6 +241,7 @@ async def acquire(
                     return Lease(store, role, holder, acquired)
         except (BusUnavailable, DeadlineExceeded) as error:
             _log.warning("cannot see who holds the role %s: %s", role, error)
+            silence.restart()
         await asyncio.sleep(poll_s)
 
 

@@ -60,10 +60,12 @@ async def abandon(client: Client, connecting: asyncio.Task[None]) -> None:
 
 
 def next_attempt(client: Client, servers: list[Any], _info: dict[str, Any]) -> tuple[Any, float]:
-    """Choose the first server, after a jittered delay that doubles per failure. A callback for nats-py."""
+    """Choose the server that failed least, the one just lost last, after a jittered delay that doubles per
+    failure. A callback for nats-py."""
     if client._transport is not None:  # nats-py leaks the socket of a refused attempt
         client._transport.close()  # type: ignore[no-untyped-call]
-    server = servers[0]
+    lost = client._current_server
+    server = min(servers, key=lambda each: (each.reconnects, lost is not None and each.uri == lost.uri))
     first_s, longest_s = BACKOFF_S
     mean_s = min(longest_s, first_s * 2.0 ** min(server.reconnects, 8))
     return server, mean_s * random.uniform(0.5, 1.5)
@@ -184,6 +186,17 @@ class Link:
         return self._client
 
     @property
+    def servers(self) -> int:
+        """Number of servers that form the bus, as far as configured."""
+        return len(self._config.urls)
+
+    @property
+    def url(self) -> str:
+        """Address of the server that the connection goes to."""
+        current = self.client.connected_url if self.servers > 1 else None
+        return self._config.url if current is None else current.geturl()
+
+    @property
     def connected(self) -> bool:
         return self._up.is_set() and self._client is not None and self._client.is_connected
 
@@ -269,7 +282,7 @@ class Link:
         """Return a connected client. Raise BusUnavailable after `connect_timeout_s`."""
         client = EncryptedClient() if self._tls else FairClient()
         connecting = asyncio.get_running_loop().create_task(
-            client.connect(self._config.url, **self._options(client))
+            client.connect(self._config.urls, **self._options(client))
         )
         try:
             await asyncio.wait({connecting}, timeout=self._config.connect_timeout_s)
@@ -300,8 +313,9 @@ class Link:
             "reconnect_to_server_handler": partial(next_attempt, client),
             "connect_timeout": 2,
             "reconnect_time_wait": 0.2,
+            "dont_randomize": True,
             "max_reconnect_attempts": -1,
-            "ping_interval": config.ping_interval_s,
+            "ping_interval": config.ping_s,
             "max_outstanding_pings": 2,
             "pending_size": config.outbound_buffer_bytes,
             "flush_timeout": 2.0,
@@ -329,7 +343,7 @@ class Link:
         self.reconnections += 1
         self._regained_s = time.monotonic()
         self._mark(up=True)
-        _log.warning("reconnected to NATS at %s", self._config.url)
+        _log.warning("reconnected to NATS at %s", self.url)
         self._own(self.on_regained())
 
     async def _on_closed(self) -> None:

@@ -17,7 +17,10 @@ class BusConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(default="nats://127.0.0.1:4222", description="address of nats-server")
+    url: str = Field(
+        default="nats://127.0.0.1:4222",
+        description="address of nats-server; of a cluster those of all servers, with commas, nearest first",
+    )
     user: str | None = Field(default=None, description="user name, if the server wants one")
     password: SecretStr | None = Field(default=None, description="password of that user")
     tls_ca: str | None = Field(
@@ -36,8 +39,10 @@ class BusConfig(BaseModel):
     drain_timeout_s: float = Field(
         default=2.0, ge=0, description="at the end, let running handlers finish for this long"
     )
-    ping_interval_s: float = Field(
-        default=5.0, gt=0, description="a server that misses two pings is given up"
+    ping_interval_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="a server that misses two pings is given up; unset: 5, or 0.4 where there are others",
     )
     max_payload_bytes: int = Field(
         default=8 * 1024 * 1024,
@@ -51,9 +56,22 @@ class BusConfig(BaseModel):
     @field_validator("url")
     @classmethod
     def _has_scheme(cls, url: str) -> str:
-        if not re.match(r"(nats|tls|ws|wss)://[^/\s]+", url):
-            raise ValueError("write it as nats://HOST:PORT")
+        addresses = url.split(",")
+        if not all(re.match(r"(nats|tls|ws|wss)://[^/\s]+", address) for address in addresses):
+            raise ValueError("write it as nats://HOST:PORT, several as nats://A:4222,nats://B:4222")
+        if len({address.partition(":")[0] for address in addresses}) > 1:
+            raise ValueError("encrypt all servers of a cluster or none: write tls:// or nats:// before each")
         return url
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of all servers."""
+        return self.url.split(",")
+
+    @property
+    def ping_s(self) -> float:
+        """Seconds between pings. Only where there is another server does a quick verdict help."""
+        return self.ping_interval_s or (0.4 if "," in self.url else 5.0)
 
 
 class TracesConfig(BaseModel):

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,9 @@ class Answer:
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     """Ids, where the question asks for them."""
+    latest_s: float = 0.0
+    pause_s: float = 0.0
+    """Longest time between two chunks."""
 
     @property
     def complete(self) -> bool:
@@ -111,6 +116,9 @@ class Client:
             return
         self.received += 1
         answer.chunks += 1
+        now_s = time.monotonic()
+        answer.pause_s = max(answer.pause_s, now_s - (answer.latest_s or now_s))
+        answer.latest_s = now_s
         if chunk.get("usage"):
             answer.completion_tokens = chunk["usage"]["completion_tokens"]
             answer.cached_tokens = (chunk["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -119,3 +127,19 @@ class Client:
             answer.tokens += choice.get("token_ids") or []
             answer.text += choice["delta"].get("content") or ""
             answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+
+
+async def _asked(job: dict[str, Any]) -> None:
+    """Ask as `job` says; print `midway` and the answers. For clients on another host."""
+
+    async def midway() -> None:
+        print("midway", flush=True)
+
+    client = Client(job["url"], job["key"], job["model"])
+    questions = [Question(*each) for each in job["questions"]]
+    answers = await client.ask_all(questions, midway=midway, after=job["after"])
+    print(json.dumps([answer.__dict__ for answer in answers]))
+
+
+if __name__ == "__main__":
+    asyncio.run(_asked(json.loads(sys.argv[1])))

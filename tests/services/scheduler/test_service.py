@@ -85,7 +85,7 @@ async def test_a_worker_that_leaves_the_bus_is_lost_without_waiting_for_its_sile
             await stack.reader.submit(stack.reader.spec("a", answer_tokens=150, max_tokens=200))
             await until(lambda: worker.process.used_blocks > 4)
         for other in ((start[0], start[1] + 1), ("worker-9", start[1]), start):
-            client = BusClient(1, other[0], connection_name(*other))
+            client = BusClient(other[0], connection_name(*other))
             scheduler._bus.departures.on_disconnected(BusAdvisory(client))
         await until(lambda: bool(stack.reader.lost))
         assert [(lost.worker_id, lost.incarnation) for lost in stack.reader.lost] == [start]

@@ -23,7 +23,7 @@ async def secured_server(
     run, config = RunDirectory(directory), config or StackConfig()
     run.create()
     access = BusAccess.to_local(
-        obstructions.free_port(),
+        [obstructions.free_port()],
         run.credentials(*config.instances, *users),
         certificate_for(config, run.path / "tls"),
     )
@@ -33,7 +33,7 @@ async def secured_server(
     server = ChildProcess.start([nats_server.binary(), "-c", str(path)], os.environ, directory, log)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while await TcpProbe(access.port).obstacle(0.0):
+            while await TcpProbe(access.ports[0]).obstacle(0.0):
                 await asyncio.sleep(0.01)
         run.write_state(
             {"pid": os.getpid(), **access.state(), "children": [{"name": "nats", "pid": server.pid}]}

@@ -79,13 +79,13 @@ def test_credentials_that_cannot_be_read_are_refused_and_left(tmp_path: Path, da
 def test_deleted_files_are_written_again(tmp_path: Path) -> None:
     run, copies = made(tmp_path), dict[Path, str]()
     before = run.credentials("worker-0")
-    run.nats_config.write_text("x")
+    run.nats_config().write_text("x")
     assert run.acquire() and run.restore(copies) == []
     for name in ("credentials.json", "nats.conf", "lock"):
         (run.path / name).unlink()
     assert sorted(run.restore(copies)) == ["credentials.json", "nats.conf"]
-    assert run.credentials() == before and run.nats_config.read_text() == "x"
-    assert stat.S_IMODE(run.nats_config.stat().st_mode) == 0o600
+    assert run.credentials() == before and run.nats_config().read_text() == "x"
+    assert stat.S_IMODE(run.nats_config().stat().st_mode) == 0o600
     assert run.acquire() and run.acquire()
     assert made(tmp_path).holder() == os.getpid()
 

@@ -38,7 +38,7 @@ async def table(
         config or StackConfig(workers=2),
         run,
         port=8080,
-        access=BusAccess.to_local(4222, run.credentials(*(config or StackConfig()).instances), None),
+        access=BusAccess.to_local([4222], run.credentials(*(config or StackConfig()).instances), None),
         sources=Sources(
             path / "local.yaml" if has_file else None,
             [parse_override(text) for text in overrides],

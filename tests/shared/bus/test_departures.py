@@ -6,12 +6,13 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from shared.bus import Bus
-from shared.bus.departures import GRACE_S, BusAdvisory, BusClient, BusServer, Departures
+from shared.bus.departures import GRACE_S, BusAdvisory, BusClient, Departures
 from tests.patience import PATIENCE_S
 from tests.services.stack.secured import secured_server
 
@@ -42,7 +43,8 @@ class Heard:
 
 
 def event(number: int, name: str = "worker-0/7", user: str = "worker-0", server: str = "A") -> BusAdvisory:
-    return BusAdvisory(BusClient(number, user, name), BusServer("kvasir", server))
+    """Of a connection: the higher its number, and the later its server's letter, the later it began."""
+    return BusAdvisory(BusClient(user, name, datetime(2026, 1, ord(server) - 64, 0, number, tzinfo=UTC)))
 
 
 @contextlib.asynccontextmanager
