@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -124,6 +124,10 @@ class OpenChoice:
     heard_s: float = 0.0
     deaths: int = 0
     """Number of workers that died while they ran it."""
+    shard: int | None = None
+    """Shard to which it is submitted; None: not chosen yet."""
+    is_bound: bool = False
+    """Whether a scheduler has named that shard."""
     stopped_tokens: int | None = None
     """Length of the answer when its stop string was complete."""
     _terms: tuple[int, int] = (0, 0)
@@ -162,6 +166,7 @@ class OpenChoice:
             heir_digest=exchange.heir_digest,
             is_resumed=exchange.is_resumed or self.stream.accepted,
             runs_alone=self.deaths >= ALONE_AFTER,
+            is_bound=self.is_bound,
             traceparent=spans.current_traceparent(),
         )
 
@@ -294,6 +299,22 @@ _COMMAND = "command of a sequence"
 Apply = Callable[[OpenChoice, StreamEffects], None]
 
 
+class Shards(Protocol):
+    """Where sequences go."""
+
+    def shard_of(self, sequence: OpenChoice) -> int:
+        """Return the shard to submit to, now chosen if it was not."""
+        ...
+
+    def hand_over(self, sequence: OpenChoice, ref: SequenceRef, shard: int) -> None:
+        """Submit the next attempt to that shard."""
+        ...
+
+    def on_unserved(self, sequence: OpenChoice) -> StreamEffects:
+        """Return the effects of a submission that no scheduler received: another shard may take it."""
+        ...
+
+
 class Dispatch:
     """Sends commands; passes the effects of their outcome to `apply`."""
 
@@ -305,13 +326,14 @@ class Dispatch:
         now_s: Clock,
         counters: Counters,
         apply: Apply,
+        shards: Shards,
     ) -> None:
         self._config = config
         self._bus = bus
         self._tasks = tasks
         self._now_s = now_s
         self._counters = counters
-        self._apply = apply
+        self._apply, self._shards = apply, shards
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
         self.outbox = NoticeOutbox(bus)
         self.heartbeats = 0
@@ -369,22 +391,27 @@ class Dispatch:
             async with self._at_once:
                 if not stream.is_open or stream.attempt != effect.attempt:
                     return
+                reply: SubmitReply | None = None
                 try:
                     spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
                     command, deadline_s = SubmitSequence(spec=spec), self._config.submit_deadline_s
                     self.note("submit", stream.ref, causes=dict(stream.handovers), tokens=len(stream.tokens))
-                    subject = subjects.scheduler_submit(self._bus.instance)
-                    await self._bus.request(subject, command, SubmitReply, deadline_s=deadline_s)
+                    subject = subjects.submit_to(self._shards.shard_of(sequence), self._bus.instance)
+                    reply = await self._bus.request(subject, command, SubmitReply, deadline_s=deadline_s)
                 except Exception as error:
                     known = _known(error)
                     self._counters.submits.labels(known.code).inc()
                     self.note("refused", stream.ref, error=known.code)
-                    effects = stream.on_submit_failed(effect.serial, known, self._now_s())
+                    is_unserved = isinstance(known, NoResponder) and stream.attempt == effect.attempt
+                    effects = self._shards.on_unserved(sequence) if is_unserved else ()
+                    effects = effects or stream.on_submit_failed(effect.serial, known, self._now_s())
                 else:
                     self._counters.submits.labels("taken").inc()
                     self.note("taken", stream.ref)
                     effects = stream.on_submitted(effect.serial, self._now_s())
             self._apply(sequence, effects)
+            if reply is not None and reply.shard is not None:
+                self._shards.hand_over(sequence, command.spec.ref, reply.shard)
 
     def note(self, kind: str, ref: SequenceRef, **fields: Any) -> None:
         self._bus.recorder.note(kind, ref.request_id, choice=ref.choice, attempt=ref.attempt, **fields)

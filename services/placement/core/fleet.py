@@ -23,7 +23,7 @@ from shared.messages.reports import SequenceReport, SequenceState, WorkerReporte
 from shared.messages.sequence import SequenceKey, SequenceRef
 
 NOT_CACHED = 3
-_LEAST_SHARE = 0.25
+LEAST_SHARE = 0.25
 """Minimum share of a prompt that must be cached."""
 
 PlacementRank = Callable[[float, int], float]
@@ -50,7 +50,7 @@ def find_order(name: str) -> PlacementRank:
 def distance(item: PlacementItem, offers: Sequence[CachedTokens]) -> int:
     """Return N at the worker with the longest cached prefix: the mean tier of its cached tokens."""
     tokens = max(offers, key=lambda offer: (sum(offer), offer), default=(0, 0, 0))
-    if sum(tokens) == 0 or sum(tokens) < _LEAST_SHARE * item.size_tokens:
+    if sum(tokens) == 0 or sum(tokens) < LEAST_SHARE * item.size_tokens:
         return NOT_CACHED
     return round(sum(tier * count for tier, count in enumerate(tokens)) / sum(tokens))
 
@@ -81,6 +81,11 @@ class SeatChoice:
     """The other prompt tokens, as plain tokens (`core/speeds.py`)."""
     costs_s: tuple[tuple[str, float], ...]
     """Estimated cost of each possible worker, lowest first; empty if the policy gives none."""
+
+    @property
+    def cost_s(self) -> float:
+        """Return the estimated cost of this worker; 0 if unknown."""
+        return dict(self.costs_s).get(self.worker_id, 0.0)
 
 
 def seat(
@@ -342,10 +347,27 @@ class FleetCapacity:
             if choice is not None:
                 answers[at] = choice.worker_id
                 self.choices.append(choice)
-                self._reserve(choice, now_s)
+                self.reserve(choice, now_s)
         return tuple(answers)
 
-    def _reserve(self, choice: SeatChoice, now_s: float) -> None:
+    def offer(
+        self, item: PlacementItem, excluded: frozenset[str], policy: CostedPolicy, now_s: float
+    ) -> SeatChoice | None:
+        """Return the cheapest worker with room now of those that have some of the item's prefix cached."""
+        rooms = [room for room in self._rooms(excluded, NOBODY_AHEAD, now_s) if _fits(room, item)]
+        for room in rooms:
+            room.cached_tokens = self._cached(now_s, item, room.worker_id)
+        if not any(sum(room.cached_tokens) for room in rooms):
+            return None
+        costs_s = policy.costs_s(item.size_tokens, rooms)
+        cost_s, at = min((cost_s, at) for at, cost_s in enumerate(costs_s))
+        chosen = rooms[at]
+        expected = sum(chosen.cached_tokens)
+        pending = plain_tokens(min(expected, item.size_tokens), item.size_tokens, chosen.preceding_share)
+        return SeatChoice(item, chosen.worker_id, expected, pending, ((chosen.worker_id, cost_s),))
+
+    def reserve(self, choice: SeatChoice, now_s: float) -> None:
+        """Keep the worker's blocks until it has the sequence."""
         item, worker = choice.item, self.workers[choice.worker_id]
         worker.reservations[item.ref.key] = Reservation(
             item.ref.attempt,
