@@ -135,7 +135,7 @@ class Placement:
         return tuple(found)
 
     def offer(self, item: PlacementItem, now_s: float) -> SeatChoice | None:
-        """Return the cheapest worker with room now and some of the item's prefix, if the policy knows costs."""
+        """Return the cheapest worker with room now, if the policy knows costs and some prefix is cached."""
         if not isinstance(self._policy, CostedPolicy):
             return None
         return self.fleet.offer(item, self._excluded, self._policy, now_s)
@@ -234,7 +234,7 @@ class PlacementModels:
         """By model and shard."""
         self._watching: list[asyncio.Task[None]] = []
         self._shards, self._divided_s = 1, monotonic_s()
-        """Number of shards, as schedulers have asked lately."""
+        """Number of shards, and when a scheduler asked for one of them last."""
         self._of_worker: dict[str, Placement] = {}
         self._started_s = monotonic_s()
 
@@ -279,6 +279,8 @@ class PlacementModels:
             raise InvalidRequest("there are several models: say of which it is", param="model")
         if asked.shards != self._shards:
             self._divide(asked.shards)
+        else:
+            self._divided_s = monotonic_s()
         of_model = self._models.get(name, {})
         placement = of_model.get(asked.shard)
         if placement is None or asked.shards != self._shards:
@@ -288,7 +290,8 @@ class PlacementModels:
     def _divide(self, shards: int) -> None:
         """Begin anew with so many shards, unless schedulers contradict each other."""
         now_s = monotonic_s()
-        if now_s - self._divided_s < _DIVIDED_S and shards < self._shards or shards > MOST_SHARDS:
+        is_disputed = shards < self._shards and now_s - self._divided_s < _DIVIDED_S
+        if is_disputed or shards > MOST_SHARDS:
             return
         known = {
             name: placement.fleet.workers[name].report

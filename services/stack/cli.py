@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
 _METAVARS = {"served_name": "NAME"}
 _STACK_FLAGS = (
-    "port", "operator_port", "nats_port", "workers", "gateways", "served_name", "start_timeout_s",
-    "stop_grace_s",
+    "port", "operator_port", "nats_port", "workers", "gateways", "schedulers", "served_name",
+    "start_timeout_s", "stop_grace_s",
 )  # fmt: skip
 
 

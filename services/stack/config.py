@@ -31,7 +31,10 @@ class StackConfig(ServiceConfig):
         description="how many gateways; they share the port and take over from one that dies",
     )
     schedulers: int = Field(
-        default=1, ge=1, le=16, description="how many schedulers; beyond scheduler.shards they are standbys"
+        default=1,
+        ge=1,
+        le=16,
+        description="how many schedulers; each leads a shard, unless scheduler.shards says otherwise",
     )
     operator_port: int = Field(
         default=0,

@@ -29,6 +29,8 @@ class FairShare:
         self._began_s = self._gave_s = now_s
 
     def hear(self, event: SchedulerPresent, now_s: float) -> None:
+        if event.scheduler_id not in self._others:  # it takes nothing until it has heard the others
+            self._gave_s = max(self._gave_s, now_s - _REST_S + 0.75 * _PRESENT_S)
         self._others[event.scheduler_id] = event, now_s
 
     def forget(self, instance: str, incarnation: int) -> None:
