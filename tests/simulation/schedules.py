@@ -212,6 +212,8 @@ def _shards(chance: random.Random, schedule: Schedule) -> Schedule:
         schedule.shape, schedulers=chance.choice((1, 2, 2, 2, 3)), workers=chance.choice((2, 3, 4, 4))
     )
     scheduler = {**shape.settings["scheduler"], "shards": chance.choice((2, 2, 2, 3))}
+    if isinstance(shape.settings["placement"]["roles"], list):  # a shard may have a single worker
+        shape = _with(shape, "placement", {**shape.settings["placement"], "roles": "adaptive"})
     targets = [f"scheduler-{chance.randrange(shape.schedulers)}" for _ in range(chance.randint(0, 3))]
     targets += [f"worker-{chance.randrange(shape.workers)}" for _ in range(chance.choice((0, 0, 1)))]
     kinds = ("kill", "kill", "hang", "loop hangs", "freeze", "cut")

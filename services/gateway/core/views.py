@@ -265,6 +265,7 @@ class ShardViews:
             {
                 "shard": shard,
                 "scheduler": view.scheduler_id if view.is_present(now_s) else None,
+                "workers": sum(load.workers for load in view.said.loads.values()),
                 "queued": view.said.queued,
                 "running": view.said.running,
             }
