@@ -286,7 +286,10 @@ class Sessions:
         if shards != (count := len(self.scheduler.views)):
             for sequence in self._open.values():
                 server, sequence.is_bound = sequence.stream.server, False
-                sequence.shard = None if server is None else shard_of(server[0], count)
+                if server is not None:
+                    sequence.shard = shard_of(server[0], count)
+                elif sequence.shard is not None and sequence.shard >= count:
+                    sequence.shard = None
         if event.shard in new:
             mine = [each for each in self._open.values() if each.shard in (None, event.shard)]
             found = {"scheduler": event.scheduler_id, "epoch": event.epoch, "resubmitted": len(mine)}

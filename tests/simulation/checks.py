@@ -17,6 +17,7 @@ from shared import subjects
 from shared.bus.lease import LeaseHolder
 from shared.errors import InvalidMessage
 from shared.messages.base import decode
+from shared.messages.commands import SubmitSequence
 from shared.messages.lending import KvTier
 from shared.messages.reports import SequenceHandedOver
 from shared.messages.sequence import SequenceKey, SequenceRef
@@ -32,7 +33,6 @@ QUIET_WITHIN_S = 30.0
 
 _LOOK_EVERY = 4
 """Turns of an engine's thread between two looks into its books."""
-_LATEST_TERMS = 12
 _SHARDS_EVERY = 50
 """Events between two looks at who has which worker and which sequence."""
 
@@ -62,6 +62,8 @@ class Checks:
         """By shard and epoch."""
         self._handed: dict[SequenceKey, tuple[int, int]] = {}
         """Attempt and new shard of each sequence that was handed over."""
+        self._submitted: dict[tuple[int, SequenceRef], str] = {}
+        """Subject of each attempt, by its gateway's incarnation."""
         self._events = 0
         self._last_worker_epochs: dict[Process, int] = {}
         self._holders: dict[str, tuple[LeaseHolder, float]] = {}
@@ -259,10 +261,10 @@ class Checks:
 
     def _check_shards(self) -> None:
         """Raises Violation. A shard plans its own workers, and keeps nothing that it has handed over."""
-        for process, term in self._fleet.terms[-_LATEST_TERMS:]:
+        latest = {term._shard: (process, term) for process, term in self._fleet.terms}
+        for shard, (process, term) in latest.items():
             if not process.alive or term.end_reason is not None:
                 continue
-            shard = term._shard
             for cell in term._cells:
                 roster = cell.core._roster
                 if strangers := [name for name in roster.pipelines if not shard.has(name)]:
@@ -276,6 +278,10 @@ class Checks:
         if subject.startswith(f"{subjects.scheduler_handed.stem}."):
             event = decode(data, SequenceHandedOver)
             self._handed[event.ref.key] = event.ref.attempt, event.shard
+        elif self._is_sharded and subject.startswith(f"{subjects.scheduler_submit.stem}."):
+            spec, shard = decode(data, SubmitSequence).spec, subject.rpartition(".")[0]
+            if self._submitted.setdefault((spec.gateway_incarnation, spec.ref), shard) != shard:
+                self._found.append(f"{spec.ref} is submitted to two shards")
 
     def _on_put(self, role: str, value: bytes) -> None:
         """A lease is taken from nobody who lives, is heard, and has renewed it in time."""
