@@ -29,7 +29,7 @@ from shared.messages.commands import LengthPrediction, Placements, PlaceSequence
 from shared.messages.moves import BlocksPulled
 from shared.messages.reports import WorkerReported
 from shared.messages.tokens import FetchedTokens, FetchTokens
-from shared.shards import Shard
+from shared.shards import WHOLE, Shard
 
 _log = get_logger("scheduler")
 R = TypeVar("R", bound=Message)
@@ -56,7 +56,7 @@ class Cell:
         feed: Callable[..., None],
         report: TermReport,
         step_tokens: int,
-        shard: Shard,
+        shard: Shard = WHOLE,
     ) -> None:
         """`feed(cell, on_event, *event)` passes an answer to the core. `step_tokens`: a step's budget."""
         self.model, self.core = model, core
@@ -245,7 +245,7 @@ class Cells:
         for cell in self:
             described = cell.core.describe()
             if len(self.by_model) > 1:
-                for name in ("workers", "queue"):
+                for name in described.keys() & {"workers", "queue"}:
                     described[name] = [{**row, "model": cell.model} for row in described[name]]
             found.append(described)
         return merged(found)

@@ -15,7 +15,7 @@ from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.sequence import Phase
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.reporting import TermReport
-from shared import metrics, subjects
+from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener
 from shared.clock import monotonic_s
 from shared.errors import (
@@ -117,10 +117,6 @@ class Term:
         """The core's exception, if that ended the term."""
         self.heard_epoch = 0
         self._report = TermReport(bus.recorder)
-        self._still = metrics.gauge(
-            "kvasir_scheduler_standstill_seconds",
-            "For so long work has waited and nothing moved; 0: all is well",
-        )
 
     def _make_cell(self, model: str) -> Cell:
         """Return a model's cell, with the term's epoch or one above its workers' epoch."""
@@ -141,6 +137,11 @@ class Term:
     def epoch(self) -> int:
         """The latest epoch of any model."""
         return max((cell.core.epoch for cell in self._cells), default=self._epoch)
+
+    @property
+    def standstill_s(self) -> float:
+        """Seconds for which work of some model has waited without progress."""
+        return max((cell.core.standstill_s for cell in self._cells), default=0.0)
 
     def describe(self) -> dict[str, Any]:
         charged_s = [each for cell in self._cells for each in cell.core.charged_s()]
@@ -379,7 +380,6 @@ class Term:
             if self._bus.connected:
                 for cell in self._cells:
                     self._feed(cell, cell.core.on_tick)
-                self._still.set(max((cell.core.standstill_s for cell in self._cells), default=0.0))
 
     async def _announce(self) -> None:
         while True:

@@ -12,7 +12,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.fair_share import FairShare
 from services.scheduler.leader_term import Term
 from services.scheduler.policy import find_policy
-from shared import subjects, watchdog
+from shared import metrics, subjects, watchdog
 from shared.bus import Bus, Lease, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import monotonic_s
 from shared.errors import NotLeader, PermissionRefused, PolicyFailed, UnavailableError
@@ -68,6 +68,10 @@ class SchedulerService:
         self._faults = PluginFaults()
         """Failures of terms."""
         self._account = watchdog.part("lease")
+        self._still = metrics.gauge(
+            "kvasir_scheduler_standstill_seconds",
+            "For so long work has waited and nothing moved; 0: all is well",
+        )
 
     def on_worker_reported(self, report: WorkerReported) -> None:
         shard = shard_of(report.worker_id, self._config.shards)
@@ -130,6 +134,7 @@ class SchedulerService:
         me, objection = self._bus, ""
         while True:
             now_s = monotonic_s()
+            self._still.set(max((term.standstill_s for term in self._terms.values()), default=0.0))
             for shard in self._share.holders(now_s) | self._terms:
                 self._held_s[shard] = now_s
             if objection != (objection := self._share.objection(now_s)) and objection:
