@@ -8,7 +8,7 @@ from itertools import islice
 from secrets import token_bytes
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.stream import Cancel, Stream, StreamEffects, StreamPhase, StreamTiming, disown
+from services.gateway.core.stream import Stream, StreamEffects, StreamPhase, StreamTiming, disown
 from services.gateway.core.views import ShardViews, StackView, WorkerTable
 from services.gateway.counters import Counters
 from services.gateway.errors import ShuttingDown
@@ -44,10 +44,8 @@ from shared.messages.reports import (
 )
 from shared.messages.sequence import (
     NOBODY,
-    TOKEN_BYTES,
     FinishReason,
     SequenceKey,
-    SequenceRef,
     Tenant,
     heir_digest_of,
     is_beyond_share,
@@ -87,7 +85,7 @@ class Sessions:
         self.scheduler = ShardViews(config.scheduler_timeout_s)
         self._refused: RecentMap[bytes, bool] = RecentMap(_REFUSED_S, MOST_REFUSED)
         """Fingerprints of requests that killed workers."""
-        self.dispatch = Dispatch(config, bus, tasks, now_s, self.counters, self.apply, self)
+        self.dispatch = Dispatch(config, bus, tasks, now_s, self.counters, self.apply, self.scheduler)
 
     @property
     def active(self) -> int:
@@ -316,30 +314,7 @@ class Sessions:
         """Submit a sequence to the shard that should have it."""
         sequence = self._open.get(event.ref.key)
         if sequence is not None:
-            self.hand_over(sequence, event.ref, event.shard)
-
-    def hand_over(self, sequence: OpenChoice, ref: SequenceRef, shard: int) -> None:
-        if shard < len(self.scheduler.views) and ref.attempt == sequence.stream.attempt:
-            sequence.shard, sequence.is_bound = shard, True
-            self.apply(sequence, sequence.stream.on_prepared(ref, self.now_s(), cause="shard"))
-
-    def shard_of(self, sequence: OpenChoice) -> int:
-        if sequence.shard is None:
-            limit_tokens = len(sequence.prompt) // TOKEN_BYTES + sequence.sampling.max_tokens
-            sequence.shard = self.scheduler.pick(sequence.exchange.model, limit_tokens, self.now_s())
-        return sequence.shard
-
-    def on_unserved(self, sequence: OpenChoice) -> StreamEffects:
-        """Give a sequence that no scheduler has accepted to a present shard."""
-        views, stream, now_s = self.scheduler.views, sequence.stream, self.now_s()
-        if len(views) == 1 or sequence.shard is None or sequence.shard >= len(views):
-            return ()
-        views[sequence.shard].leave()
-        if stream.accepted or not self.scheduler.is_present(now_s):
-            return ()
-        sequence.shard = None
-        before = Cancel(stream.ref, None)
-        return (before, *stream.on_prepared(stream.ref, now_s, cause="shard"))
+            self.dispatch.hand_over(sequence, event.ref, event.shard)
 
     def on_prepared(self, event: MovePrepared) -> None:
         """Hand a sequence over to a prepared worker. The event may concern another gateway."""
