@@ -195,24 +195,28 @@ worker_pull = _sent_to("cmd.worker.pull", by="scheduler", to="worker")
 worker_settle = _sent_to("cmd.worker.settle", by="ledger", to="worker")
 """To a worker in a cycle of debts."""
 
-_submit_at, _move_at = Signed(scheduler_submit.stem), Named(SCHEDULER_MOVE)
-_allow("gateway", _submit_at.by, "scheduler", lambda me: f"{_submit_at.stem}.*.*")
-_allow("placement", lambda me: _move_at.any, "scheduler", lambda me: _move_at.any)
+_allow(
+    "gateway",
+    lambda me: f"{scheduler_submit.stem}.*.{me}",
+    "scheduler",
+    lambda me: f"{scheduler_submit.stem}.*.*",
+)
+_plain("cmd.scheduler.move.*", by="placement", to="scheduler")
 
 
 def submit_to(shard: int, gateway: str) -> str:
     """Return the subject on which the gateway submits to a shard."""
-    return _submit_at(str(shard), gateway) if shard else scheduler_submit(gateway)
+    return f"{scheduler_submit.stem}.{shard}.{checked_id(gateway)}" if shard else scheduler_submit(gateway)
 
 
 def submissions_to(shard: int) -> str:
     """Return the pattern of all gateways' submissions to a shard."""
-    return _submit_at.to(str(shard)) if shard else ANY_SCHEDULER_SUBMIT
+    return f"{scheduler_submit.stem}.{shard}.*" if shard else ANY_SCHEDULER_SUBMIT
 
 
 def moves_in(shard: int) -> str:
     """Return the subject of orders for moves between a shard's workers."""
-    return _move_at(str(shard)) if shard else SCHEDULER_MOVE
+    return f"{SCHEDULER_MOVE}.{shard}" if shard else SCHEDULER_MOVE
 
 
 def status(service: str) -> str:
