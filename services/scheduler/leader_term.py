@@ -341,7 +341,7 @@ class Term:
                     self._post(subjects.SCHEDULER_MOVED, moved)
                 case effects.SequenceLeft(ref, Phase.DROPPED, FinishReason.ERROR):
                     self._post(subjects.SCHEDULER_ABANDONED, SequencesGivenUp(refs=(ref,)))
-                case effects.HandOver(ref, gateway_id, shard):
+                case effects.GiveToShard(ref, gateway_id, shard):
                     handed = SequenceHandedOver(ref=ref, shard=shard)
                     self._post(subjects.scheduler_handed(gateway_id), handed)
                 case effects.StepDown(epoch, reason):

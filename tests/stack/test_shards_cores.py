@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core.core import SchedulerCore
-from services.scheduler.core.effects import Effect, HandOver
+from services.scheduler.core.effects import Effect, GiveToShard
 from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicySettings
 from services.scheduler.policy.kvasir import KvasirPolicy
@@ -78,7 +78,7 @@ class ShardedWorld(World):
         super().submitted(msgspec.structs.replace(spec, is_bound=key in self.handed))
 
     def _carry_out_plan(self, effect: Effect) -> None:
-        if isinstance(effect, HandOver):
+        if isinstance(effect, GiveToShard):
             key, ref, shard = effect.ref.key, effect.ref, effect.shard
             self.send(self.scheduler.name, self.gateway, lambda: self._handed_over(key, ref, shard))
         else:

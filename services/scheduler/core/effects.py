@@ -35,7 +35,7 @@ class AskPlacement(Effect, frozen=True):
     """Tokens of all sequences that wait for a worker."""
 
 
-class HandOver(Effect, frozen=True):
+class GiveToShard(Effect, frozen=True):
     """Tell the gateway to submit the next attempt to another shard."""
 
     ref: SequenceRef

@@ -10,7 +10,7 @@ from services.scheduler.core.effects import (
     AskPlacement,
     CancelAtWorker,
     Effect,
-    HandOver,
+    GiveToShard,
     NotePlaced,
     SequenceLeft,
 )
@@ -403,7 +403,7 @@ class Roster:
         """Give a queued sequence to another shard."""
         self.handed.put((sequence.gateway_id, sequence.key), (sequence.ref.attempt, shard), now_s)
         left = self.leave(sequence, Phase.REPLACED, now_s)
-        return [left, HandOver(sequence.ref, sequence.gateway_id, shard)]
+        return [left, GiveToShard(sequence.ref, sequence.gateway_id, shard)]
 
     def expire(self, now_s: float) -> None:
         records = (self.tombstones, self.owners, self.ended, self.dropped, self.handed, self.lost_workers)

@@ -189,7 +189,7 @@ async def test_a_prompt_leaves_its_shard_for_a_long_prefix_only(connect_bus: Con
             question = PlaceSequences(items=items, shard=shard, shards=shards, model="m")
             return (await models.place(question)).worker_ids[0]
 
-        first = {"prefixes": (), "size_tokens": 16, "ref": item("first").ref}
+        first: dict[str, Any] = {"prefixes": (), "size_tokens": 16, "ref": item("first").ref}
         assert await placed(0, **first) in ("worker-0", "worker-1")
         assert await placed(1, **first) == "worker-2"
         for shard, worker in ((0, "worker-0"), (1, "worker-2")):
