@@ -131,6 +131,7 @@ class Placement:
                 self.fleet.on_withdrawn([item.ref])
                 other.fleet.reserve(offer, now_s)
                 found[at] = offer.worker_id
+                self.fleet.choices = [one for one in self.fleet.choices if one is not choice] + [offer]
                 self._elsewhere += 1
         return tuple(found)
 
