@@ -112,7 +112,7 @@ SCHEDULER_MOVE = _plain("cmd.scheduler.move", by="placement", to="scheduler")
 PREDICTOR_PREDICT = _plain("cmd.predictor.predict", by="scheduler", to="predictor")
 PLACEMENT_PLACE = _plain("cmd.placement.place", by="scheduler", to="placement")
 
-SCHEDULER_ANNOUNCED = _plain("evt.scheduler.announced", by="scheduler", to="gateway")
+SCHEDULER_ANNOUNCED = _plain("evt.scheduler.announced", by="scheduler", to="gateway scheduler")
 SCHEDULER_WORKER_LOST = _plain("evt.scheduler.lost", by="scheduler", to="gateway")
 SCHEDULER_ABANDONED = _plain("evt.scheduler.abandoned", by="scheduler", to="gateway")
 STACK_VERDICT = _plain("evt.stack.verdict", by=OPERATOR, to="gateway")
@@ -140,6 +140,7 @@ _LEASE_SUBJECTS = (
         for verb in ("INFO", "CREATE", "MSG.GET", "LEADER.STEPDOWN")
     ),
     f"$KV.{LEASE_BUCKET}.scheduler",
+    f"$KV.{LEASE_BUCKET}.scheduler.*",
 )
 """A scheduler may publish to these."""
 
@@ -166,6 +167,8 @@ gateway_claim = _signed("cmd.gateway.claim", by="gateway", to="gateway")
 """From a gateway whose client asks for an answer that another gateway may hold."""
 
 scheduler_submit = _sent_by("cmd.scheduler.submit", by="gateway", to="scheduler")
+scheduler_present = _sent_by("evt.scheduler.present", by="scheduler", to="scheduler")
+"""Heartbeat of a scheduler where the fleet has shards."""
 scheduler_cancel = _sent_by("cmd.scheduler.cancel", by="gateway", to="scheduler")
 ledger_candidates = _sent_by("cmd.ledger.candidates", by="worker", to="ledger")
 worker_reported = _sent_by("evt.worker.reported", by="worker", to="gateway scheduler placement ledger worker")
@@ -183,6 +186,8 @@ ANY_WORKER_REPORTED, ANY_WORKER_STEPPED = worker_reported.any, worker_stepped.an
 ANY_WORKER_CACHED, ANY_WORKER_OBSERVED = worker_cached.any, worker_observed.any
 ANY_PREDICTOR_REVISED, ANY_GATEWAY_REPORTED = predictor_revised.any, gateway_reported.any
 
+scheduler_handed = _sent_to("evt.scheduler.handed", by="scheduler", to="gateway")
+"""To the gateway whose sequences another shard should take."""
 worker_plan = _sent_to("cmd.worker.plan", by="scheduler", to="worker")
 worker_snapshot = _sent_to("cmd.worker.snapshot", by="scheduler", to="worker")
 worker_prefixes = _sent_to("cmd.worker.prefixes", by="placement", to="worker")
@@ -192,6 +197,29 @@ worker_pull = _sent_to("cmd.worker.pull", by="scheduler", to="worker")
 """To a migration target: fetch blocks from the source."""
 worker_settle = _sent_to("cmd.worker.settle", by="ledger", to="worker")
 """To a worker in a cycle of debts."""
+
+_allow(
+    "gateway",
+    lambda me: f"{scheduler_submit.stem}.*.{me}",
+    "scheduler",
+    lambda me: f"{scheduler_submit.stem}.*.*",
+)
+_plain("cmd.scheduler.move.*", by="placement", to="scheduler")
+
+
+def submit_to(shard: int, gateway: str) -> str:
+    """Return the subject on which the gateway submits to a shard."""
+    return f"{scheduler_submit.stem}.{shard}.{checked_id(gateway)}" if shard else scheduler_submit(gateway)
+
+
+def submissions_to(shard: int) -> str:
+    """Return the pattern of all gateways' submissions to a shard."""
+    return f"{scheduler_submit.stem}.{shard}.*" if shard else ANY_SCHEDULER_SUBMIT
+
+
+def moves_in(shard: int) -> str:
+    """Return the subject of orders for moves between a shard's workers."""
+    return f"{SCHEDULER_MOVE}.{shard}" if shard else SCHEDULER_MOVE
 
 
 def status(service: str) -> str:

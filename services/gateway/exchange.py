@@ -25,6 +25,7 @@ from services.gateway.core.stream import (
     StreamPhase,
     Submit,
 )
+from services.gateway.core.views import ShardViews
 from services.gateway.counters import Counters, ModelFigures
 from shared import log, metrics, spans, subjects
 from shared.bus import Bus, fenced
@@ -39,7 +40,15 @@ from shared.errors import (
 )
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
 from shared.messages.prefixes import ForgetPrefixes, PrefixesForgotten
-from shared.messages.sequence import NOBODY, Sampling, SequenceRef, SequenceSpec, Tenant, pack_tokens
+from shared.messages.sequence import (
+    NOBODY,
+    TOKEN_BYTES,
+    Sampling,
+    SequenceRef,
+    SequenceSpec,
+    Tenant,
+    pack_tokens,
+)
 from shared.messages.shadows import AnswerSoFar
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
 
@@ -124,6 +133,10 @@ class OpenChoice:
     heard_s: float = 0.0
     deaths: int = 0
     """Number of workers that died while they ran it."""
+    shard: int | None = None
+    """Shard to which it is submitted; None: not chosen yet."""
+    is_bound: bool = False
+    """Whether a scheduler has named that shard."""
     stopped_tokens: int | None = None
     """Length of the answer when its stop string was complete."""
     _terms: tuple[int, int] = (0, 0)
@@ -162,6 +175,7 @@ class OpenChoice:
             heir_digest=exchange.heir_digest,
             is_resumed=exchange.is_resumed or self.stream.accepted,
             runs_alone=self.deaths >= ALONE_AFTER,
+            is_bound=self.is_bound,
             traceparent=spans.current_traceparent(),
         )
 
@@ -305,13 +319,14 @@ class Dispatch:
         now_s: Clock,
         counters: Counters,
         apply: Apply,
+        shards: ShardViews,
     ) -> None:
         self._config = config
         self._bus = bus
         self._tasks = tasks
         self._now_s = now_s
         self._counters = counters
-        self._apply = apply
+        self._apply, self._shards = apply, shards
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
         self.outbox = NoticeOutbox(bus)
         self.heartbeats = 0
@@ -369,22 +384,51 @@ class Dispatch:
             async with self._at_once:
                 if not stream.is_open or stream.attempt != effect.attempt:
                     return
+                reply: SubmitReply | None = None
                 try:
                     spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
                     command, deadline_s = SubmitSequence(spec=spec), self._config.submit_deadline_s
                     self.note("submit", stream.ref, causes=dict(stream.handovers), tokens=len(stream.tokens))
-                    subject = subjects.scheduler_submit(self._bus.instance)
-                    await self._bus.request(subject, command, SubmitReply, deadline_s=deadline_s)
+                    subject = subjects.submit_to(self._shard_of(sequence), self._bus.instance)
+                    reply = await self._bus.request(subject, command, SubmitReply, deadline_s=deadline_s)
                 except Exception as error:
                     known = _known(error)
                     self._counters.submits.labels(known.code).inc()
                     self.note("refused", stream.ref, error=known.code)
-                    effects = stream.on_submit_failed(effect.serial, known, self._now_s())
+                    is_unserved = isinstance(known, NoResponder) and stream.attempt == effect.attempt
+                    effects = self._on_unserved(sequence) if is_unserved else ()
+                    effects = effects or stream.on_submit_failed(effect.serial, known, self._now_s())
                 else:
                     self._counters.submits.labels("taken").inc()
                     self.note("taken", stream.ref)
                     effects = stream.on_submitted(effect.serial, self._now_s())
             self._apply(sequence, effects)
+            if reply is not None and reply.shard is not None:
+                self.hand_over(sequence, command.spec.ref, reply.shard)
+
+    def _shard_of(self, sequence: OpenChoice) -> int:
+        """Return the shard to submit to, now chosen if it was not."""
+        if sequence.shard is None:
+            limit_tokens = len(sequence.prompt) // TOKEN_BYTES + sequence.sampling.max_tokens
+            sequence.shard = self._shards.pick(sequence.exchange.model, limit_tokens, self._now_s())
+        return sequence.shard
+
+    def hand_over(self, sequence: OpenChoice, ref: SequenceRef, shard: int) -> None:
+        """Submit the next attempt to the shard that should have the sequence."""
+        if shard < len(self._shards.views) and ref.attempt == sequence.stream.attempt:
+            sequence.shard, sequence.is_bound = shard, True
+            self._apply(sequence, sequence.stream.on_prepared(ref, self._now_s(), cause="shard"))
+
+    def _on_unserved(self, sequence: OpenChoice) -> StreamEffects:
+        """Give a sequence that no scheduler has accepted to a present shard."""
+        views, stream, now_s = self._shards.views, sequence.stream, self._now_s()
+        if len(views) == 1 or sequence.shard is None or sequence.shard >= len(views):
+            return ()
+        views[sequence.shard].leave()
+        if stream.accepted or not self._shards.is_present(now_s):
+            return ()
+        sequence.shard = None
+        return (Cancel(stream.ref, None), *stream.on_prepared(stream.ref, now_s, cause="shard"))
 
     def note(self, kind: str, ref: SequenceRef, **fields: Any) -> None:
         self._bus.recorder.note(kind, ref.request_id, choice=ref.choice, attempt=ref.attempt, **fields)

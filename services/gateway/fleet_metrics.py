@@ -46,9 +46,9 @@ def fleet_metrics(sessions: Sessions) -> Iterator[Metric]:
     yield owed
     scheduler = sessions.scheduler
     for name, value, text in (
-        ("queued", scheduler.said.queued, "Sequences that no worker has yet"),
-        ("running", scheduler.said.running, "Sequences that a worker has"),
-        ("preemptions", scheduler.said.preemptions, "Preemptions in the present scheduler's term"),
+        ("queued", scheduler.said("queued"), "Sequences that no worker has yet"),
+        ("running", scheduler.said("running"), "Sequences that a worker has"),
+        ("preemptions", scheduler.said("preemptions"), "Preemptions in the present schedulers' terms"),
     ):
         yield GaugeMetricFamily(f"kvasir_fleet_{name}", text, value=value)
     text = "Tokens of prompts that are over: placed, expected in caches, found there, wrongly expected"

@@ -41,6 +41,7 @@ from shared.messages.base import Empty
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import (
     SchedulerAnnounced,
+    SequenceHandedOver,
     SequencesGivenUp,
     ServiceStatus,
     StackVerdict,
@@ -64,6 +65,7 @@ HANDLERS = (
     Listener(subjects.STACK_VERDICT, StackVerdict, "on_verdict"),
 )
 """Handlers of `Sessions`. They run in the bus's read loop and must be quick."""
+HANDED_OVER = (Listener(subjects.scheduler_handed, SequenceHandedOver, "on_handed_over"),)
 
 
 class Status:
@@ -81,11 +83,12 @@ class Status:
         details: dict[str, Any] = {
             **self._told,
             "active": sessions.active,
-            "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else "away",
+            "scheduler": scheduler.scheduler_ids if scheduler.is_present(now_s) else "away",
             "heartbeats": sessions.dispatch.heartbeats,
             "unready": "; ".join(sessions.unready_reasons()),
             "trouble": f"requests that killed workers, and are refused: {len(refused)}" if refused else "",
             "workers": sessions.workers.rows(now_s),
+            "shards": scheduler.rows(now_s),
         }
         return status_of(self._bus, "gateway", monotonic_s() - self._began_s, details)
 
@@ -152,6 +155,8 @@ async def run(config: GatewayConfig) -> None:
             sessions = Sessions(config, bus, tasks, now_s)
             urls = {"url": url_of(listener), "operator_url": url_of(operator)}
             await bus.attach(HANDLERS, sessions)
+            with fenced("handed-over sequences"):  # refused by a nats-server of an earlier release
+                await bus.attach(HANDED_OVER, sessions)
             await bus.attach(status_handlers("gateway"), Status(config, bus, sessions, **urls))
             await bus.attach(recorder_handlers("gateway"), bus.recorder)
             watched = KeyWatch(config)

@@ -9,7 +9,7 @@ from secrets import token_bytes
 
 from services.gateway.config import GatewayConfig
 from services.gateway.core.stream import Stream, StreamEffects, StreamPhase, StreamTiming, disown
-from services.gateway.core.views import SchedulerView, StackView, WorkerTable
+from services.gateway.core.views import ShardViews, StackView, WorkerTable
 from services.gateway.counters import Counters
 from services.gateway.errors import ShuttingDown
 from services.gateway.exchange import (
@@ -36,6 +36,7 @@ from shared.messages.reports import (
     GatewayReported,
     SchedulerAnnounced,
     SequenceFinished,
+    SequenceHandedOver,
     SequencesGivenUp,
     StackVerdict,
     WorkerLost,
@@ -53,6 +54,7 @@ from shared.messages.sequence import (
 )
 from shared.messages.tokens import TokenFrame
 from shared.release import PROTOCOL
+from shared.shards import shard_of
 from shared.ttl_map import RecentMap
 
 _REFUSED_S = 600.0
@@ -80,10 +82,10 @@ class Sessions:
         self.counters = Counters(names)
         self.workers = WorkerTable(names, config.worker_timeout_s)
         self.stack = StackView()
-        self.scheduler = SchedulerView(config.scheduler_timeout_s)
+        self.scheduler = ShardViews(config.scheduler_timeout_s)
         self._refused: RecentMap[bytes, bool] = RecentMap(_REFUSED_S, MOST_REFUSED)
         """Fingerprints of requests that killed workers."""
-        self.dispatch = Dispatch(config, bus, tasks, now_s, self.counters, self.apply)
+        self.dispatch = Dispatch(config, bus, tasks, now_s, self.counters, self.apply, self.scheduler)
 
     @property
     def active(self) -> int:
@@ -276,12 +278,21 @@ class Sessions:
                 self.dispatch.tell(disown(listed, worker, goes_on=False))
 
     def on_scheduler_announced(self, event: SchedulerAnnounced) -> None:
-        """Resubmit every open sequence, under its current attempt, to a new scheduler."""
-        now_s = self.now_s()
-        if self.scheduler.on_announced(event, now_s):
-            found = {"scheduler": event.scheduler_id, "epoch": event.epoch, "resubmitted": len(self._open)}
+        """Resubmit the shard's open sequences, under their current attempts, to a new scheduler."""
+        now_s, shards = self.now_s(), len(self.scheduler.views)
+        new = self.scheduler.on_announced(event, now_s)
+        if shards != (count := len(self.scheduler.views)):
+            for sequence in self._open.values():
+                server, sequence.is_bound = sequence.stream.server, False
+                if server is not None:
+                    sequence.shard = shard_of(server[0], count)
+                elif sequence.shard is not None and sequence.shard >= count:
+                    sequence.shard = None
+        if event.shard in new:
+            mine = [each for each in self._open.values() if each.shard in (None, event.shard)]
+            found = {"scheduler": event.scheduler_id, "epoch": event.epoch, "resubmitted": len(mine)}
             log.canonical(_logger, "scheduler announced", **found)
-            for sequence in list(self._open.values()):
+            for sequence in mine:
                 if sequence.outlasts(_MOST_TERMS):
                     sequence.exchange.fail(UnavailableError(f"{_MOST_TERMS} schedulers failed to serve this"))
                 self.apply(sequence, sequence.stream.submit(now_s))
@@ -298,6 +309,12 @@ class Sessions:
             sequence = self._open.get(ref.key)
             if sequence is not None and sequence.stream.attempt == ref.attempt:
                 self.apply(sequence, sequence.stream.submit(self.now_s()))
+
+    def on_handed_over(self, event: SequenceHandedOver) -> None:
+        """Submit a sequence to the shard that should have it."""
+        sequence = self._open.get(event.ref.key)
+        if sequence is not None:
+            self.dispatch.hand_over(sequence, event.ref, event.shard)
 
     def on_prepared(self, event: MovePrepared) -> None:
         """Hand a sequence over to a prepared worker. The event may concern another gateway."""

@@ -9,7 +9,7 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from services.gateway.core.views import SchedulerView, WorkerTable
+from services.gateway.core.views import ShardViews, WorkerTable
 from services.gateway.sessions import Sessions
 from shared.messages.reports import STEP_TOKEN_BOUNDS, WAIT_BOUNDS_S, SequenceState
 
@@ -86,7 +86,7 @@ def _of_fleet(sessions: Sessions) -> Iterator[Metric]:
     former = GaugeMetricFamily("vllm:gpu_cache_usage_perc", "The same, formerly", labels=_LABELS)
     labels = [*_LABELS, "block_size", "num_gpu_blocks"]
     blocks = GaugeMetricFamily("vllm:cache_config_info", "KV of all workers", labels=labels)
-    queued_at = sessions.scheduler.said.queued_by_model
+    queued_at = sessions.scheduler.queued_by_model
     for model in sessions.counters.models:
         reports = [report for report in sessions.workers.reports() if report.model == model]
         states = Counter(sequence.state for report in reports for sequence in report.sequences)
@@ -106,13 +106,13 @@ def _of_fleet(sessions: Sessions) -> Iterator[Metric]:
     yield from (running, waiting, usage, former, blocks)
 
 
-def _of_scheduler(model: str, scheduler: SchedulerView) -> Iterator[Metric]:
+def _of_scheduler(model: str, scheduler: ShardViews) -> Iterator[Metric]:
     """Yield the scheduler's metrics, under the first model: they are not split by model."""
     preempted = CounterMetricFamily("vllm:num_preemptions", "Sequences preempted", labels=_LABELS)
-    preempted.add_metric([model, "0"], scheduler.preemptions_total)
+    preempted.add_metric([model, "0"], scheduler.total("preemptions_total"))
     yield preempted
     queue = _histogram("request_queue_time_seconds", "From acceptance to the first plan")
-    queue.add_metric([model, "0"], _cumulated(WAIT_BOUNDS_S, scheduler.waits), scheduler.waited_s)
+    queue.add_metric([model, "0"], _cumulated(WAIT_BOUNDS_S, scheduler.waits), scheduler.total("waited_s"))
     yield queue
 
 

@@ -5,13 +5,14 @@ All state is soft. After a restart, one round of heartbeats and one prefix query
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from services.placement.config import PlacementConfig
-from services.placement.core.fleet import FleetCapacity
-from services.placement.core.orders import find_order
-from services.placement.policy.contract import PlacementPolicy
+from services.placement.core.fleet import FleetCapacity, SeatChoice
+from services.placement.core.orders import LEAST_SHARE, find_order
+from services.placement.policy.contract import CostedPolicy, PlacementPolicy
 from shared import subjects
 from shared.bus import Bus, fenced, status_of
 from shared.clock import Clock, monotonic_s
@@ -19,17 +20,22 @@ from shared.errors import InvalidMessage, InvalidRequest, KvasirError
 from shared.liveness import AwakeClock
 from shared.log import canonical, detail, get_logger
 from shared.messages.base import Empty
-from shared.messages.commands import Placements, PlaceSequences
+from shared.messages.commands import PlacementItem, Placements, PlaceSequences
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, SequenceMoved
 from shared.messages.plans import WorkerStepped
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus, WorkerReported
 from shared.messages.sequence import SequenceRef
 from shared.plugins import PluginFaults
+from shared.shards import MOST_SHARDS, WHOLE, Shard, shard_of
 
 MOST_MODELS = 64
 _TICK_S = 0.5
 _ANSWER_DEADLINE_S = 1.0
+_HAND_OVER_S = 0.02
+"""Cost of giving a sequence to another shard."""
+_DIVIDED_S = 5.0
+"""Least time until a smaller number of shards counts."""
 
 _log = get_logger("placement")
 
@@ -44,13 +50,17 @@ class Placement:
         policy: PlacementPolicy | None,
         clock: Clock = monotonic_s,
         model: str = "",
+        shard: Shard = WHOLE,
     ) -> None:
-        """`policy` is None if a subclass chooses without one."""
+        """`policy` is None if a subclass chooses without one. `shard`: the one of all its workers."""
         self._bus, self._config, self._policy, self._model = bus, config, policy, model
+        self._shard = shard
+        self._excluded: frozenset[str] = frozenset()
+        """Workers that the scheduler excluded last."""
         self.fleet = FleetCapacity(silence_s=config.worker_timeout_s, order=find_order(config.order))
         self._clock = AwakeClock(clock, lambda: bus.connected)
         self._faults = PluginFaults()
-        self._placed = self._waits = self._questions = 0
+        self._placed = self._waits = self._questions = self._elsewhere = 0
         self._missed = asyncio.Event()
 
     def on_reported(self, report: WorkerReported) -> None:
@@ -74,10 +84,16 @@ class Placement:
     def on_moved(self, moved: SequenceMoved) -> None:
         """Take in the outcome of a move; subclasses order moves."""
 
-    async def place(self, asked: PlaceSequences) -> Placements:
-        """Return one worker id per item; None means wait. Raises PolicyFailed if the policy raises."""
+    async def place(self, asked: PlaceSequences, others: Sequence["Placement"] = ()) -> Placements:
+        """Return one worker id per item; None means wait. Raises PolicyFailed if the policy raises. `others`:
+        of the model's other shards, to whose cached prefixes items may go."""
         self.fleet.on_withdrawn(asked.withdrawn)
-        worker_ids = self._choose(asked, frozenset(asked.excluded_workers))
+        excluded = frozenset(asked.excluded_workers)
+        worker_ids = self._choose(asked, excluded)
+        if not asked.are_placed:
+            self._excluded = excluded
+            if others:
+                worker_ids = self._to_prefixes(asked.items, worker_ids, others)
         waits = worker_ids.count(None)
         self._placed += len(worker_ids) - waits
         self._waits += waits
@@ -96,6 +112,36 @@ class Placement:
         expected_tokens = tuple([expected.get(item.ref, 0) for item in asked.items])
         return Placements(worker_ids=worker_ids, expected_tokens=expected_tokens)
 
+    def _to_prefixes(
+        self, items: Sequence[PlacementItem], worker_ids: Sequence[str | None], others: Sequence["Placement"]
+    ) -> tuple[str | None, ...]:
+        """Return the choices, each replaced where another shard's cached prefix makes that cheaper."""
+        own = {choice.item.ref: choice for choice in self.fleet.choices}
+        found = list(worker_ids)
+        for at, item in enumerate(items):
+            if item.is_bound or not item.prefixes:
+                continue
+            choice, now_s = own.get(item.ref), self._clock()
+            offers = [(other, offer) for other in others if (offer := other.offer(item, now_s)) is not None]
+            if not offers:
+                continue
+            other, offer = min(offers, key=lambda pair: pair[1].cost_s)
+            expected, cost_s = (0, inf) if choice is None else (choice.expected_tokens, choice.cost_s)
+            more_tokens = offer.expected_tokens - expected
+            if more_tokens >= LEAST_SHARE * item.size_tokens and offer.cost_s + _HAND_OVER_S < cost_s:
+                self.fleet.on_withdrawn([item.ref])
+                other.fleet.promise(offer, now_s)
+                found[at] = offer.worker_id
+                self.fleet.choices = [one for one in self.fleet.choices if one is not choice] + [offer]
+                self._elsewhere += 1
+        return tuple(found)
+
+    def offer(self, item: PlacementItem, now_s: float) -> SeatChoice | None:
+        """Return the cheapest worker with room now, if the policy knows costs and some prefix is cached."""
+        if not isinstance(self._policy, CostedPolicy):
+            return None
+        return self.fleet.offer(item, self._excluded, self._policy, now_s)
+
     def _choose(self, asked: PlaceSequences, excluded: frozenset[str]) -> tuple[str | None, ...]:
         """Return one worker id per item. Raises PolicyFailed."""
         assert self._policy is not None
@@ -110,7 +156,7 @@ class Placement:
         command = MoveSequences(moves=orders)
         try:
             answer = await self._bus.request(
-                subjects.SCHEDULER_MOVE, command, MovesTaken, deadline_s=_ANSWER_DEADLINE_S
+                subjects.moves_in(self._shard.number), command, MovesTaken, deadline_s=_ANSWER_DEADLINE_S
             )
             refusals = answer.refusals
         except KvasirError as error:
@@ -163,6 +209,7 @@ class Placement:
             "order": self._config.order,
             "placed": self._placed,
             "waits": self._waits,
+            **({} if self._shard.count == 1 else {"to_other_shards": self._elsewhere}),
             "prefix_questions": self._questions,
             "workers": [
                 {
@@ -179,23 +226,31 @@ class Placement:
 
 
 class PlacementModels:
-    """Message handlers that pass each message to the `Placement` of its model. A model's placement starts
-    with its first worker. Workers of models beyond `MOST_MODELS` are not used."""
+    """Message handlers that pass each message to the `Placement` of its model and shard, which starts with
+    its first worker. Workers of models beyond `MOST_MODELS` are not used."""
 
-    def __init__(self, bus: Bus, make: Callable[[str], Placement], tasks: asyncio.TaskGroup) -> None:
-        """`make` creates the placement of a model by name; `tasks` runs its `watch`."""
+    def __init__(self, bus: Bus, make: Callable[[str, Shard], Placement], tasks: asyncio.TaskGroup) -> None:
+        """`make` creates the placement of a model, by name, in a shard; `tasks` runs its `watch`."""
         self._bus, self._make, self._tasks = bus, make, tasks
-        self._models: dict[str, Placement] = {}
+        self._models: dict[str, dict[int, Placement]] = {}
+        """By model and shard."""
+        self._watching: list[asyncio.Task[None]] = []
+        self._shards, self._divided_s = 1, monotonic_s()
+        """Number of shards, and when a scheduler asked for one of them last."""
         self._of_worker: dict[str, Placement] = {}
         self._started_s = monotonic_s()
 
     def on_reported(self, report: WorkerReported) -> None:
         self._bus.departures.on_listening(report.worker_id, report.incarnation, report.door)
-        placement = self._models.get(report.model)
-        if placement is None and len(self._models) < MOST_MODELS:
-            placement = self._models[report.model] = self._make(report.model)
-            self._tasks.create_task(placement.watch())
+        shard = Shard(shard_of(report.worker_id, self._shards), self._shards)
+        if report.model not in self._models and len(self._models) < MOST_MODELS:
+            self._models[report.model] = {}
             canonical(_log, "model", name=report.model, models=len(self._models))
+        of_model = self._models.get(report.model, {})
+        placement = of_model.get(shard.number)
+        if placement is None and report.model in self._models:
+            placement = of_model[shard.number] = self._make(report.model, shard)
+            self._watching.append(self._tasks.create_task(placement.watch()))
         if placement is not None:
             self._of_worker[report.worker_id] = placement
             placement.on_reported(report)
@@ -224,15 +279,43 @@ class PlacementModels:
             (name,) = self._models
         if not name and self._models:
             raise InvalidRequest("there are several models: say of which it is", param="model")
-        placement = self._models.get(name)
-        if placement is None:
+        if asked.shards != self._shards:
+            self._divide(asked.shards)
+        else:
+            self._divided_s = monotonic_s()
+        of_model = self._models.get(name, {})
+        placement = of_model.get(asked.shard)
+        if placement is None or asked.shards != self._shards:
             return Placements(worker_ids=(None,) * len(asked.items))
-        return await placement.place(asked)
+        return await placement.place(asked, [other for other in of_model.values() if other is not placement])
+
+    def _divide(self, shards: int) -> None:
+        """Begin anew with so many shards, unless schedulers contradict each other."""
+        now_s = monotonic_s()
+        is_disputed = shards < self._shards and now_s - self._divided_s < _DIVIDED_S
+        if is_disputed or shards > MOST_SHARDS:
+            return
+        known = {
+            name: placement.fleet.workers[name].report
+            for name, placement in self._of_worker.items()
+            if name in placement.fleet.workers
+        }
+        for watching in self._watching:
+            watching.cancel()
+        self._models, self._of_worker, self._watching = {}, {}, []
+        self._shards, self._divided_s = shards, now_s
+        canonical(_log, "shards", shards=shards)
+        for report in known.values():
+            self.on_reported(report)
 
     async def status(self, _: Empty) -> ServiceStatus:
         """Return the status of the only model, or sums with one row per model and all workers."""
-        models = self._models or {"": self._make("")}
-        details = _merged({name: placement.details() for name, placement in models.items()})
+        details = {
+            name if self._shards == 1 else f"{name}, shard {shard}": placement.details()
+            for name, of_model in self._models.items()
+            for shard, placement in of_model.items()
+        }
+        details = _merged(details or {"": self._make("", WHOLE).details()})
         return status_of(self._bus, "placement", monotonic_s() - self._started_s, details)
 
 

@@ -21,6 +21,7 @@ from shared.messages.commands import PlaceSequences
 from shared.messages.moves import SequenceMove, SequenceMoved, WorkersWanted
 from shared.messages.plans import WorkerStepped
 from shared.messages.sequence import SequenceRef
+from shared.shards import WHOLE, Shard
 
 _MOST_ORDERS = 64
 """Maximum number of orders in one message."""
@@ -31,9 +32,14 @@ class PackingPlacement(Placement):
     """Placement with a packing policy, which also moves sequences and stops workers, epoch by epoch."""
 
     def __init__(
-        self, bus: Bus, config: PlacementConfig, clock: Clock = monotonic_s, model: str = ""
+        self,
+        bus: Bus,
+        config: PlacementConfig,
+        clock: Clock = monotonic_s,
+        model: str = "",
+        shard: Shard = WHOLE,
     ) -> None:
-        super().__init__(bus, config, None, clock, model)
+        super().__init__(bus, config, None, clock, model, shard)
         self.packer = Packer(lambda capacity_blocks: create_packing(config.policy, capacity_blocks))
         self._scaling = Scaling(least=config.min_workers, most=config.max_workers, linger_s=config.idle_s)
         self._modes = MoveModes(config.move_mode, config.epoch_s)
@@ -68,7 +74,7 @@ class PackingPlacement(Placement):
             for order, _ in await self._order(orders[first : first + _MOST_ORDERS]):
                 self._modes.on_over(order.ref)
                 self.packer.on_failed(order.ref, self._clock())
-        if self._config.scale:
+        if self._config.scale and self._shard.count == 1:
             await self._scale()
 
     def _divided(self, wanted: tuple[SequenceMove, ...]) -> tuple[SequenceMove, ...]:

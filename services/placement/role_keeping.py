@@ -8,19 +8,21 @@ import asyncio
 from typing import Any
 
 from services.placement.config import PlacementConfig
+from services.placement.core.fleet import SeatChoice
 from services.placement.core.hand_overs import HandOvers, Wanted, load_of
 from services.placement.core.roles import FleetRoles, RoleChoice, read_roles
 from services.placement.placing import Placement
-from services.placement.policy.contract import PlacementPolicy
+from services.placement.policy.contract import CostedPolicy, PlacementPolicy
 from shared import subjects
 from shared.bus import Bus, fenced
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError
 from shared.log import canonical, detail, get_logger
-from shared.messages.commands import PlaceSequences
+from shared.messages.commands import PlacementItem, PlaceSequences
 from shared.messages.moves import MoveMode, SequenceMove, SequenceMoved, WorkerRoles
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import WorkerReported
+from shared.shards import WHOLE, Shard
 
 _LOOK_S = 1.0
 _ORDER_S = 0.05
@@ -41,8 +43,9 @@ class RolePlacement(Placement):
         policy: PlacementPolicy,
         clock: Clock = monotonic_s,
         model: str = "",
+        shard: Shard = WHOLE,
     ) -> None:
-        super().__init__(bus, config, policy, clock, model)
+        super().__init__(bus, config, policy, clock, model, shard)
         self._roles = FleetRoles(read_roles(config.roles))
         self._hand_overs = HandOvers(self.fleet, self._roles)
         self._waiting_tokens = 0
@@ -63,6 +66,12 @@ class RolePlacement(Placement):
         self._hand_overs.on_over(moved.ref, bool(moved.reason), self._clock())
         self._handed_over += not moved.reason
         self._failed += bool(moved.reason)
+
+    def offer(self, item: PlacementItem, now_s: float) -> SeatChoice | None:
+        if not isinstance(self._policy, CostedPolicy):
+            return None
+        excluded = self._excluded | self._roles.without_prompts()
+        return self.fleet.offer(item, excluded, self._policy, now_s)
 
     def _choose(self, asked: PlaceSequences, excluded: frozenset[str]) -> tuple[str | None, ...]:
         """Place prompts on workers that may compute them; items placed already stay where they are."""
@@ -110,7 +119,8 @@ class RolePlacement(Placement):
             self._bus.recorder.note("role shortage", reason=shortage)
         roles = {name: str(self._roles.role_of(name)) for name in self.fleet.workers}
         try:
-            event = WorkerRoles(model=self._model, roles=roles, shortage=shortage)
+            shard = self._shard.number
+            event = WorkerRoles(model=self._model, roles=roles, shard=shard, shortage=shortage)
             await self._bus.publish(subjects.PLACEMENT_ROLES, event)
         except KvasirError as error:
             _log.warning("roles were not told: %s", error)

@@ -16,6 +16,7 @@ from shared.messages.moves import SequenceMoved
 from shared.messages.plans import WorkerStepped
 from shared.messages.prefixes import WorkerPrefixes
 from shared.messages.reports import WorkerReported
+from shared.shards import Shard
 
 HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported", sender="worker_id"),
@@ -32,11 +33,11 @@ async def run(config: PlacementConfig) -> None:
     """Serve until cancelled. Raises ConfigError (unknown policy) and BusUnavailable (no NATS at start)."""
     is_packing, has_roles = config.policy in LIVE_PACKINGS, are_on(config.roles)
 
-    def make(model: str) -> Placement:
+    def make(model: str, shard: Shard) -> Placement:
         if is_packing:
-            return PackingPlacement(bus, config, model=model)
+            return PackingPlacement(bus, config, model=model, shard=shard)
         kind = RolePlacement if has_roles else Placement
-        return kind(bus, config, create(config.policy), model=model)
+        return kind(bus, config, create(config.policy), model=model, shard=shard)
 
     config.check()
     bus = await Bus.connect(config.bus, service="placement", instance=config.instance)

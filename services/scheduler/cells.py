@@ -29,6 +29,7 @@ from shared.messages.commands import LengthPrediction, Placements, PlaceSequence
 from shared.messages.moves import BlocksPulled
 from shared.messages.reports import WorkerReported
 from shared.messages.tokens import FetchedTokens, FetchTokens
+from shared.shards import WHOLE, Shard
 
 _log = get_logger("scheduler")
 R = TypeVar("R", bound=Message)
@@ -55,11 +56,12 @@ class Cell:
         feed: Callable[..., None],
         report: TermReport,
         step_tokens: int,
+        shard: Shard = WHOLE,
     ) -> None:
         """`feed(cell, on_event, *event)` passes an answer to the core. `step_tokens`: a step's budget."""
         self.model, self.core = model, core
         self._bus, self._feed, self._report = bus, feed, report
-        self._step_tokens = step_tokens
+        self._step_tokens, self._shard = step_tokens, shard
         self._open: set[asyncio.Task[None]] = set()
         self._predictions = 0
         self._resyncs = metrics.counter("kvasir_scheduler_snapshots_total", "Snapshots asked for")
@@ -103,6 +105,8 @@ class Cell:
             are_placed=question.question == NO_QUESTION,
             waiting_tokens=question.waiting_tokens,
             step_tokens=self._step_tokens,
+            shard=self._shard.number,
+            shards=self._shard.count,
         )
         worker_ids: tuple[str | None, ...] | None = None
         expected_tokens: tuple[int, ...] = ()
@@ -183,6 +187,20 @@ class Cell:
             self._feed(self, self.core.on_snapshot, snapshot)
 
 
+def merged(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return descriptions for people as one: numbers added, rows concatenated."""
+    found: dict[str, Any] = {}
+    for described in descriptions:
+        for name, value in described.items():
+            if name in ("standstill_s", "foreseen_wait_s", "epoch"):
+                found[name] = max(found.get(name, 0.0), value)
+            elif isinstance(value, str):
+                found[name] = found.get(name) or value
+            else:
+                found[name] = found[name] + value if name in found else value
+    return found
+
+
 class Cells:
     """Cells by model, created with the first worker or sequence; empty ones go when there are too many."""
 
@@ -223,19 +241,14 @@ class Cells:
 
     def describe(self) -> dict[str, Any]:
         """Return the cores' descriptions for people: numbers added, rows concatenated."""
-        found: dict[str, Any] = {"snapshots": 0, "standstill_s": 0.0, "workers": [], "queue": []}
+        found: list[dict[str, Any]] = [{"snapshots": 0, "standstill_s": 0.0, "workers": [], "queue": []}]
         for cell in self:
-            of_model = {} if len(self.by_model) == 1 else {"model": cell.model}
-            for name, value in cell.core.describe().items():
-                if name in ("workers", "queue"):
-                    found[name] += [{**row, **of_model} for row in value]
-                elif name == "trouble":
-                    found[name] = found.get(name) or value
-                elif name in ("standstill_s", "foreseen_wait_s"):
-                    found[name] = max(found.get(name, 0.0), value)
-                else:
-                    found[name] = found.get(name, 0) + value
-        return found
+            described = cell.core.describe()
+            if len(self.by_model) > 1:
+                for name in described.keys() & {"workers", "queue"}:
+                    described[name] = [{**row, "model": cell.model} for row in described[name]]
+            found.append(described)
+        return merged(found)
 
     def _make_room(self) -> None:
         if len(self.by_model) < MOST_MODELS:

@@ -12,6 +12,7 @@ from services.scheduler.policy.contract import REFUSE_WAIT_S, PolicySettings, Qu
 from services.scheduler.policy.relief import LADDER
 from shared.command_line import hint
 from shared.config import ServiceConfig
+from shared.shards import MOST_SHARDS
 
 
 class SchedulerConfig(ServiceConfig):
@@ -40,6 +41,12 @@ class SchedulerConfig(ServiceConfig):
     )
     lease_ttl_s: float = Field(
         default=3.0, gt=0.5, description="a standby takes over after so long without a renewal"
+    )
+    shards: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_SHARDS,
+        description="parts of the fleet, each led by one scheduler; the same number for all",
     )
     tick_s: float = Field(default=0.02, gt=0, le=0.25, description="interval of the clock's events")
     relief: bool = Field(

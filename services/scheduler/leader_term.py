@@ -5,6 +5,7 @@ All messages go through one queue and one task, so plans leave in order. `cells`
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from services.scheduler.cells import Cell, Cells
@@ -14,8 +15,8 @@ from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.sequence import Phase
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.reporting import TermReport
-from shared import metrics, subjects
-from shared.bus import Bus, Endpoint, Listener
+from shared import subjects
+from shared.bus import Bus, Endpoint, Handler, Listener
 from shared.clock import monotonic_s
 from shared.errors import (
     InvalidRequest,
@@ -32,24 +33,48 @@ from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
 from shared.messages.lengths import LengthsRevised
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, WorkerRoles
 from shared.messages.plans import BatchPlan, WorkerStepped
-from shared.messages.reports import GatewayReported, SchedulerAnnounced, SequencesGivenUp, WorkerReported
+from shared.messages.reports import (
+    GatewayReported,
+    SchedulerAnnounced,
+    SequenceHandedOver,
+    SequencesGivenUp,
+    ShardLoad,
+    WorkerReported,
+)
 from shared.messages.sequence import FinishReason, SequenceSpec
 from shared.messages.values import as_count
 from shared.release import PROTOCOL, ReleaseWatch
+from shared.shards import WHOLE, Shard
 
 _log = get_logger("scheduler")
 _MAX_OUTBOX = 16_384
 _ANNOUNCE_S = 0.5
 
-HANDLERS = (
-    Endpoint(subjects.ANY_SCHEDULER_SUBMIT, SubmitSequence, "submit", sender="spec.gateway_id"),
-    Endpoint(subjects.SCHEDULER_MOVE, MoveSequences, "move"),
-    Listener(subjects.ANY_SCHEDULER_CANCEL, CancelSequence, "on_cancel", sender="sender"),
-    Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped", sender="worker_id"),
-    Listener(subjects.ANY_PREDICTOR_REVISED, LengthsRevised, "on_revised", sender="predictor_id"),
-    Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway_reported", sender="gateway_id"),
-    Listener(subjects.PLACEMENT_ROLES, WorkerRoles, "on_roles"),
-)
+_HUNGRY_S = 0.1
+"""Least time between two announcements of a shard with room, while another has a queue."""
+
+
+def _handlers(shard: Shard) -> tuple[Handler, ...]:
+    """Return a term's handlers. With several shards, `_steps_of` each of its workers is added."""
+    submissions, moves = subjects.submissions_to(shard.number), subjects.moves_in(shard.number)
+    by_shard: tuple[Handler, ...] = (
+        Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped", sender="worker_id"),
+    )
+    if shard.count > 1:
+        by_shard = (Listener(subjects.SCHEDULER_ANNOUNCED, SchedulerAnnounced, "on_announced"),)
+    return (
+        Endpoint(submissions, SubmitSequence, "submit", sender="spec.gateway_id"),
+        Endpoint(moves, MoveSequences, "move"),
+        Listener(subjects.ANY_SCHEDULER_CANCEL, CancelSequence, "on_cancel", sender="sender"),
+        Listener(subjects.ANY_PREDICTOR_REVISED, LengthsRevised, "on_revised", sender="predictor_id"),
+        Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway_reported", sender="gateway_id"),
+        Listener(subjects.PLACEMENT_ROLES, WorkerRoles, "on_roles"),
+        *by_shard,
+    )
+
+
+def _steps_of(worker_id: str) -> Listener:
+    return Listener(subjects.worker_stepped(worker_id), WorkerStepped, "on_stepped", sender="worker_id")
 
 
 class Term:
@@ -63,8 +88,9 @@ class Term:
         epoch: int,
         most_epoch: int,
         present: Mapping[str, tuple[int, str]],
+        shard: Shard = WHOLE,
     ) -> None:
-        """`present`: incarnation and model of recently heard workers, by name."""
+        """`present`: incarnation and model of recently heard workers of the shard, by name."""
         self._config = config
         self._bus = bus
         self._incarnation = new_incarnation()
@@ -72,6 +98,14 @@ class Term:
         """Clock for plans, questions and silence. It skips pauses of this process."""
         self._make_policy = make_policy
         self._present = present
+        self._shard = shard
+        self._subscribed = dict.fromkeys(present if shard.count > 1 else (), True)
+        """Workers whose step reports are subscribed; False: not confirmed yet."""
+        self._first_reports: dict[str, WorkerReported] = {}
+        """Reports of workers to subscribe."""
+        self._is_asked_for = asyncio.Event()
+        self._is_hungry = asyncio.Event()
+        """Set if another shard has a queue while this one has room."""
         self._epoch, self._most_epoch, self._began_s = epoch, most_epoch, self._awake_s()
         self._cells = Cells(self._make_cell)
         self._is_crowded = False
@@ -83,10 +117,6 @@ class Term:
         """The core's exception, if that ended the term."""
         self.heard_epoch = 0
         self._report = TermReport(bus.recorder)
-        self._still = metrics.gauge(
-            "kvasir_scheduler_standstill_seconds",
-            "For so long work has waited and nothing moved; 0: all is well",
-        )
 
     def _make_cell(self, model: str) -> Cell:
         """Return a model's cell, with the term's epoch or one above its workers' epoch."""
@@ -98,13 +128,20 @@ class Term:
             self._most_epoch,
             self._began_s,
             [(name, incarnation) for name, (incarnation, of) in self._present.items() if of == model],
+            self._shard,
         )
-        return Cell(model, core, self._bus, self._feed, self._report, self._config.token_budget)
+        step_tokens = self._config.token_budget
+        return Cell(model, core, self._bus, self._feed, self._report, step_tokens, self._shard)
 
     @property
     def epoch(self) -> int:
         """The latest epoch of any model."""
         return max((cell.core.epoch for cell in self._cells), default=self._epoch)
+
+    @property
+    def standstill_s(self) -> float:
+        """Seconds for which work of some model has waited without progress."""
+        return max((cell.core.standstill_s for cell in self._cells), default=0.0)
 
     def describe(self) -> dict[str, Any]:
         charged_s = [each for cell in self._cells for each in cell.core.charged_s()]
@@ -119,9 +156,17 @@ class Term:
             **self._report.hits,
         }
 
+    async def attach(self) -> None:
+        """Begin to receive messages. Raise the errors of `Bus.attach`."""
+        await self._bus.attach((*_handlers(self._shard), *map(_steps_of, self._subscribed)), self)
+
+    async def detach(self) -> None:
+        """End receiving messages."""
+        await self._bus.detach((*_handlers(self._shard), *map(_steps_of, self._subscribed)), self)
+
     async def run(self) -> None:
         """Run until a core steps down or the task is cancelled."""
-        works = (self._send(), self._tick(), self._announce(), self._ended.wait())
+        works = (self._send(), self._tick(), self._announce(), self._subscribe(), self._ended.wait())
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(work) for work in works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -155,6 +200,7 @@ class Term:
             epoch=cell.core.epoch,
             known=admission.known,
             worker_id=admission.worker_id,
+            shard=admission.shard,
         )
 
     def _refused(self, spec: SequenceSpec, error: KvasirError) -> None:
@@ -190,6 +236,10 @@ class Term:
 
     def on_worker_reported(self, report: WorkerReported) -> None:
         self._releases.note(report.worker_id, report.protocol)
+        if self._shard.count > 1 and not self._subscribed.get(report.worker_id):
+            self._first_reports[report.worker_id] = report
+            self._is_asked_for.set()
+            return
         try:
             cell = self._cells.of_report(report.worker_id, report.model)
         except UnavailableError as error:
@@ -198,6 +248,37 @@ class Term:
                 _log.error("%s is not used, and neither are others: %s", report.worker_id, error.message)
             return
         self._feed(cell, cell.core.on_worker_reported, report)
+
+    async def _subscribe(self) -> None:
+        """Subscribe to the step reports of workers that are new, then pass on their heartbeats."""
+        while True:
+            await self._is_asked_for.wait()
+            self._is_asked_for.clear()
+            reports, self._first_reports = self._first_reports, {}
+            names = [name for name in reports if name not in self._subscribed]
+            self._subscribed |= dict.fromkeys(names, False)
+            try:
+                await self._bus.attach([_steps_of(name) for name in names], self)
+            except KvasirError as error:
+                _log.warning("steps of %s are not received: %s", ", ".join(names), error)
+                await self._bus.detach([_steps_of(name) for name in names], self)
+                for name in names:
+                    del self._subscribed[name]
+                continue
+            self._subscribed |= dict.fromkeys(names, True)
+            for report in reports.values():
+                self.on_worker_reported(report)
+
+    def on_announced(self, event: SchedulerAnnounced) -> None:
+        """Note the load of another shard."""
+        if event.shards != self._shard.count or event.shard == self._shard.number:
+            return
+        for model, load in event.loads.items():
+            cell = self._cells.by_model.get(model)
+            if cell is not None and cell.core.sharing is not None:
+                cell.core.sharing.on_load(event.shard, load, self._awake_s())
+                if load.queued and not cell.core.queued:
+                    self._is_hungry.set()
 
     def on_gone(self, instance: str, incarnation: int) -> None:
         """Report a worker that left the bus."""
@@ -213,7 +294,8 @@ class Term:
             self._feed(cell, cell.core.on_revised, event)
 
     def on_roles(self, event: WorkerRoles) -> None:
-        if (cell := self._cells.by_model.get(event.model)) is not None:
+        cell = self._cells.by_model.get(event.model)
+        if cell is not None and event.shard == self._shard.number:
             self._feed(cell, cell.core.on_roles, event)
 
     def on_gateway_reported(self, event: GatewayReported) -> None:
@@ -233,7 +315,7 @@ class Term:
     def _fail(self, error: Exception) -> None:
         _log.exception("the core failed")
         self.failure = self.failure or error
-        self._end("the core failed")
+        self.end("the core failed")
 
     def _carry_out(self, found: list[effects.Effect], cell: Cell) -> None:
         """Carry out a core's effects in order, questions about lengths last."""
@@ -259,9 +341,12 @@ class Term:
                     self._post(subjects.SCHEDULER_MOVED, moved)
                 case effects.SequenceLeft(ref, Phase.DROPPED, FinishReason.ERROR):
                     self._post(subjects.SCHEDULER_ABANDONED, SequencesGivenUp(refs=(ref,)))
+                case effects.GiveToShard(ref, gateway_id, shard):
+                    handed = SequenceHandedOver(ref=ref, shard=shard)
+                    self._post(subjects.scheduler_handed(gateway_id), handed)
                 case effects.StepDown(epoch, reason):
                     self.heard_epoch = epoch
-                    self._end(reason)
+                    self.end(reason)
                 case _:
                     cell.ask(effect)
 
@@ -269,9 +354,10 @@ class Term:
         try:
             self._outbox.put_nowait((subject, message, worker_id))
         except asyncio.QueueFull:
-            self._end("messages are not leaving")
+            self.end("messages are not leaving")
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """Let `run` return."""
         self.end_reason = self.end_reason or reason
         self._ended.set()
 
@@ -294,7 +380,6 @@ class Term:
             if self._bus.connected:
                 for cell in self._cells:
                     self._feed(cell, cell.core.on_tick)
-                self._still.set(max((cell.core.standstill_s for cell in self._cells), default=0.0))
 
     async def _announce(self) -> None:
         while True:
@@ -311,6 +396,22 @@ class Term:
                     queued_by_model=queued,
                     **self._report.announced(),
                     protocol=PROTOCOL,
+                    shard=self._shard.number,
+                    shards=self._shard.count,
+                    loads=self._loads(),
                 ),
             )
-            await asyncio.sleep(_ANNOUNCE_S)
+            await self._until_announcement()
+
+    def _loads(self) -> dict[str, ShardLoad]:
+        cells = ((cell.model, cell.core.sharing) for cell in self._cells)
+        return {model: sharing.load() for model, sharing in cells if sharing is not None}
+
+    async def _until_announcement(self) -> None:
+        """Wait for the interval, less if another shard has sequences for this one's room."""
+        if self._shard.count == 1:
+            return await asyncio.sleep(_ANNOUNCE_S)
+        await asyncio.sleep(_HUNGRY_S)
+        self._is_hungry.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_hungry.wait(), _ANNOUNCE_S - _HUNGRY_S)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
 _METAVARS = {"served_name": "NAME"}
 _STACK_FLAGS = (
-    "port", "operator_port", "nats_port", "nats_cluster", "workers", "gateways", "served_name",
+    "port", "operator_port", "nats_port", "nats_cluster", "workers", "gateways", "schedulers", "served_name",
     "start_timeout_s", "stop_grace_s",
 )  # fmt: skip
 

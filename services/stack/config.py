@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from shared.config import ServiceConfig
 
-SOFT_STATE_SERVICES = ("scheduler", "predictor", "placement", "ledger")
+SOFT_STATE_SERVICES = ("predictor", "placement", "ledger")
 
 
 class StackConfig(ServiceConfig):
@@ -18,7 +18,8 @@ class StackConfig(ServiceConfig):
         """All instance names, replaced services (`without`) included. Each is a NATS user."""
         workers = (f"worker-{number}" for number in range(self.workers))
         gateways = (f"gateway-{number}" for number in range(self.gateways))
-        return (*gateways, *(f"{service}-0" for service in SOFT_STATE_SERVICES), *workers)
+        schedulers = (f"scheduler-{number}" for number in range(self.schedulers))
+        return (*gateways, *schedulers, *(f"{service}-0" for service in SOFT_STATE_SERVICES), *workers)
 
     port: int = Field(
         default=8080, ge=0, le=65535, description="port of the HTTP gateway; 0 takes a free one"
@@ -28,6 +29,12 @@ class StackConfig(ServiceConfig):
         ge=1,
         le=16,
         description="how many gateways; they share the port and take over from one that dies",
+    )
+    schedulers: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="how many schedulers; each leads a shard, unless scheduler.shards says otherwise",
     )
     operator_port: int = Field(
         default=0,

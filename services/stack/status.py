@@ -185,7 +185,8 @@ def _summary(answer: ServiceStatus) -> str:
             return f"{said.get('active', 0)} answers in progress"
         case "scheduler":
             waiting = f"{said.get('running', 0)} running, {said.get('queued', 0)} queued"
-            return f"{said.get('policy')}: {waiting}, {said.get('preemptions', 0)} preempted"
+            shards = f"leads {said['leads']}, " if "leads" in said else ""
+            return f"{shards}{said.get('policy')}: {waiting}, {said.get('preemptions', 0)} preempted"
         case "predictor":
             return f"{said.get('model_version') or said.get('model')}: {said.get('predictions', 0)} predicted"
         case "placement":

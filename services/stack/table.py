@@ -120,6 +120,8 @@ def kvasir_table(
         if sources.in_file("gateway", setting) is None:
             file = run.path / f"{setting}.sqlite"
             shared_env.setdefault(f"{ENV_PREFIX}GATEWAY__{setting.upper()}", str(file))
+    if config.schedulers > 1 and sources.in_file("scheduler", "shards") is None:
+        shared_env.setdefault(f"{ENV_PREFIX}SCHEDULER__SHARDS", str(config.schedulers))
     if sources.config_file is not None:
         shared_env[ENV_CONFIG_FILE] = str(sources.config_file.resolve())
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.workers)))

@@ -150,8 +150,14 @@ def _shortages(by_service: Mapping[str, Sequence[ServiceStatus]]) -> Iterator[st
 
 
 def _leader(by_service: Mapping[str, Sequence[ServiceStatus]]) -> Mapping[str, Any]:
+    """Return the leader's details; with several shards, those of all leaders, counts added."""
     found = [each.details for each in by_service.get("scheduler", ())]
-    return next((each for each in found if each.get("role") == "leader"), found[0] if found else {})
+    leaders = [each for each in found if each.get("role") == "leader"]
+    first = leaders[0] if leaders else found[0] if found else {}
+    if len(leaders) < 2:
+        return first
+    summed = {name: sum(each.get(name, 0) for each in leaders) for name in ("running", "queued")}
+    return {**first, **summed, "queue": [row for each in leaders for row in each.get("queue", ())]}
 
 
 def used_share(said: Mapping[str, Any]) -> float:

@@ -3,7 +3,7 @@ failures are `shared.errors`; every wait takes a deadline. Commands carry W3C tr
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -289,7 +289,9 @@ class Bus:
             opening.add_done_callback(close_unwanted)
             raise
 
-    async def acquire_lease(self, role: str, *, ttl_s: float) -> Lease:
+    async def acquire_lease(
+        self, role: str, *, ttl_s: float, patience_s: Callable[[], float] = lambda: 0.0
+    ) -> Lease:
         """Wait without limit until this instance holds the role (`shared.bus.lease`)."""
         is_new = role not in self._roles
         self._roles.add(role)
@@ -301,6 +303,7 @@ class Bus:
             ttl_s=ttl_s,
             is_new=is_new,
             is_gone=self.departures.is_gone,
+            patience_s=patience_s,
         )
 
     async def watch_departures(self, on_gone: OnGone) -> None:

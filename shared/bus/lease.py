@@ -211,13 +211,15 @@ async def acquire(
     ttl_s: float,
     is_new: bool = True,
     is_gone: Callable[[str, int], bool] = lambda instance, incarnation: False,
+    patience_s: Callable[[], float] = lambda: 0.0,
 ) -> Lease:
     """Wait until this instance holds the role, without limit; cancel to stop.
 
     A role is taken at once if it is free or released, or if its holder left the bus (`is_gone`). The same
     goes for a holder that is an earlier run of this instance, if `is_new`: this process has not tried before.
     Otherwise the lease must go `ttl_s` without renewal; so must one that vanished with its server, since its
-    holder may live. Raise PermissionRefused if this user may not use leases.
+    holder may live. Others may take it first for `patience_s` after its last change. Raise PermissionRefused
+    if this user may not use leases.
     """
     store = LeaseStore(link)
     holder = LeaseHolder(instance=instance, incarnation=incarnation)
@@ -235,7 +237,7 @@ async def acquire(
                 has_seen, held_by = True, entry.holder
                 is_free = _is_takeable(held_by, holder, is_new=is_new)
                 is_free = is_free or is_gone(held_by.instance, held_by.incarnation)
-            if is_free or silence.lasting_s >= ttl_s:
+            if (is_free or silence.lasting_s >= ttl_s) and silence.lasting_s >= patience_s():
                 acquired = await store.write(role, holder, last=revision)
                 if acquired is not None:
                     return Lease(store, role, holder, acquired)

@@ -4,7 +4,18 @@ from shared.messages.base import Message
 from shared.messages.lending import KvTier
 from shared.messages.prefixes import PrefixChain
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec, check_packed
-from shared.messages.values import Count, Digest, Epoch, Id, Number, OptionalId, Priority, Seconds, Text
+from shared.messages.values import (
+    Count,
+    Digest,
+    Epoch,
+    Id,
+    Number,
+    OptionalId,
+    PositiveCount,
+    Priority,
+    Seconds,
+    Text,
+)
 
 
 class SubmitSequence(Message, frozen=True, kw_only=True):
@@ -20,6 +31,8 @@ class SubmitReply(Message, frozen=True, kw_only=True):
     known: bool = False
     """True if the scheduler already had the attempt: queued, running, or adopted from a worker."""
     worker_id: Id | None = None
+    shard: Count | None = None
+    """Set if the attempt was handed over: submit the next one to this shard."""
 
 
 class CancelSequence(Message, frozen=True, kw_only=True):
@@ -81,6 +94,8 @@ class PlacementItem(Message, frozen=True, kw_only=True):
     waited_s: Seconds = 0.0
     """Seconds since the gateway accepted the request."""
     priority: Priority = 0
+    is_bound: bool = False
+    """True if only workers of the scheduler's own shard may be chosen."""
 
 
 class Crowd(Message, frozen=True, kw_only=True):
@@ -126,6 +141,9 @@ class PlaceSequences(Message, frozen=True, kw_only=True):
     """Prompt tokens of all sequences without a worker, these items included."""
     step_tokens: Count = 0
     """Maximum number of prompt tokens computed in one step; 0: unknown."""
+    shard: Count = 0
+    """Shard of the scheduler. A worker of another one has a longer cached prefix, or is not chosen."""
+    shards: PositiveCount = 1
 
 
 class Placements(Message, frozen=True, kw_only=True):

@@ -127,5 +127,7 @@ class WorkerRoles(Message, frozen=True, kw_only=True):
     model: Text = ""
     roles: dict[Id, Text] = msgspec.field(default_factory=dict)
     """Role by worker id: `prefill`, `decode` or `both`."""
+    shard: Count = 0
+    """Shard of these workers."""
     shortage: Text = ""
     """Reason why no new request can be served (no worker for prefill or for decode); empty: none."""

@@ -229,6 +229,35 @@ class WorkerReported(Message, frozen=True, kw_only=True):
         return self.bulk_addresses.get("tcp", "")
 
 
+class ShardLoad(Message, frozen=True, kw_only=True):
+    """Load of one model's workers in a shard."""
+
+    workers: Count = 0
+    """Number of workers that can take work now."""
+    queued: Count = 0
+    running: Count = 0
+    room_tokens: Count = 0
+    """KV that its sequences will not need; 0 while some wait for a worker."""
+    context_tokens: Count = 0
+    """Longest sequence that a worker can hold."""
+
+    @property
+    def per_worker(self) -> float:
+        """Return the sequences for each worker; infinite without workers."""
+        return (self.queued + self.running) / self.workers if self.workers else float("inf")
+
+
+class SchedulerPresent(Message, frozen=True, kw_only=True):
+    """Heartbeat of a scheduler to the others, where the fleet has shards."""
+
+    scheduler_id: Id
+    incarnation: Number
+    shards: PositiveCount
+    """Number of shards as configured."""
+    held: tuple[Count, ...] = ()
+    """Shards that it leads."""
+
+
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):
     """Sent at start, then periodically. A new incarnation asks gateways to resubmit running requests."""
 
@@ -252,6 +281,11 @@ class SchedulerAnnounced(Message, frozen=True, kw_only=True):
     hits_error_tokens: Number = 0
     protocol: Count = 0
     """`shared.release.PROTOCOL` of the running code."""
+    shard: Count = 0
+    """Shard of this term; all counts are of its workers only."""
+    shards: PositiveCount = 1
+    loads: dict[Text, ShardLoad] = msgspec.field(default_factory=dict)
+    """By model; empty with one shard."""
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):
@@ -266,6 +300,13 @@ class SequencesGivenUp(Message, frozen=True, kw_only=True):
     """Scheduler → gateways: these attempts were dropped; submit them again to learn why."""
 
     refs: tuple[SequenceRef, ...]
+
+
+class SequenceHandedOver(Message, frozen=True, kw_only=True):
+    """Scheduler → gateway: this attempt was dropped; submit the next one to `shard`."""
+
+    ref: SequenceRef
+    shard: Count
 
 
 class StackVerdict(Message, frozen=True, kw_only=True):

@@ -187,6 +187,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """True if a scheduler accepted it before; it is then not refused for overload."""
     runs_alone: bool = False
     """True if workers died that ran it: nothing else may run beside it."""
+    is_bound: bool = False
+    """True if another shard handed it over: it stays in this one."""
     traceparent: TraceParent = ""
     """Trace span of the request. A plan covers many sequences, so message headers cannot carry it."""
 

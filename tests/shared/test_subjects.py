@@ -24,6 +24,8 @@ BUILDERS: list[Callable[[str], str]] = [
     subjects.predictor_revised,
     subjects.gateway_reported,
     subjects.scheduler_submit,
+    subjects.scheduler_present,
+    subjects.scheduler_handed,
     subjects.scheduler_cancel,
     subjects.ledger_candidates,
 ]
@@ -59,6 +61,9 @@ def test_every_builder_is_tested() -> None:
         subjects.inbox_prefix,
         subjects.is_inbox,
         subjects.micro_name,
+        subjects.submit_to,
+        subjects.submissions_to,
+        subjects.moves_in,
     }
     assert public - others - set(SIGNED.values()) == set(BUILDERS)
 
@@ -113,6 +118,19 @@ def test_whatever_may_be_sent_may_be_heard_and_the_other_way_round() -> None:
     told_by_the_server = {subjects.BUS_CONNECTED, subjects.BUS_DISCONNECTED}
     assert not [s for s in heard - told_by_the_server if not any(overlap(s, other) for other in sent)]
     assert told_by_the_server <= heard and not any(overlap(s, t) for s in sent for t in told_by_the_server)
+
+
+def test_the_only_shard_has_the_plain_subjects_and_others_their_own() -> None:
+    stem = "kvasir.v1.cmd.scheduler"
+    assert subjects.submit_to(0, "gateway-0") == f"{stem}.submit.gateway-0"
+    assert subjects.submit_to(2, "gateway-0") == f"{stem}.submit.2.gateway-0"
+    assert (subjects.submissions_to(0), subjects.submissions_to(2)) == (
+        f"{stem}.submit.*",
+        f"{stem}.submit.2.*",
+    )
+    assert (subjects.moves_in(0), subjects.moves_in(2)) == (f"{stem}.move", f"{stem}.move.2")
+    with pytest.raises(ValueError):
+        subjects.submit_to(2, "gateway.0")
 
 
 def test_every_subject_is_in_the_table() -> None:

@@ -66,6 +66,8 @@ class Server:
         """What a process of another version would have sent."""
         self.on_put: Callable[[str, bytes], object] = lambda key, value: None
         """A value was written."""
+        self.on_route: Callable[[str, bytes], object] = lambda subject, data: None
+        """Something was published."""
         self.published = 0
         self.all: list[Connection] = []
         world.server = self
@@ -117,6 +119,7 @@ class Server:
         """To everybody who wants it."""
         self.published += 1
         name = "server" if sender is None else sender.name
+        self.on_route(subject, data)
         self.world.note(name, subject, len(data), blake2b(data, digest_size=6).hexdigest())
         wanted = self._routes.get(subject)
         if wanted is None:

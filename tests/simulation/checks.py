@@ -13,11 +13,14 @@ from services.worker.engine.simulated import token_at
 from services.worker.peers.keeping.loans import SlotPlace
 from services.worker.peers.lending.core.debts import BlockState, GrantKey
 from services.worker.service import Worker
+from shared import subjects
 from shared.bus.lease import LeaseHolder
 from shared.errors import InvalidMessage
 from shared.messages.base import decode
+from shared.messages.commands import SubmitSequence
 from shared.messages.lending import KvTier
-from shared.messages.sequence import SequenceRef
+from shared.messages.reports import SequenceHandedOver
+from shared.messages.sequence import SequenceKey, SequenceRef
 from tests.simulation.clients import Clients, codec
 from tests.simulation.fleet import Fleet, SentBlocks
 from tests.simulation.world import Process
@@ -30,6 +33,8 @@ QUIET_WITHIN_S = 30.0
 
 _LOOK_EVERY = 4
 """Turns of an engine's thread between two looks into its books."""
+_SHARDS_EVERY = 50
+"""Events between two looks at who has which worker and which sequence."""
 
 
 class Violation(Exception):
@@ -53,7 +58,13 @@ class Checks:
         self._fleet, self._clients = fleet, clients
         self._found: list[str] = []
         self._terms = 0
-        self._epochs: dict[int, Process] = {}
+        self._epochs: dict[tuple[int, int], Process] = {}
+        """By shard and epoch."""
+        self._handed: dict[SequenceKey, tuple[int, int]] = {}
+        """Attempt and new shard of each sequence that was handed over."""
+        self._submitted: dict[tuple[int, SequenceRef], str] = {}
+        """Subject of each attempt, by its gateway's incarnation."""
+        self._events = 0
         self._last_worker_epochs: dict[Process, int] = {}
         self._holders: dict[str, tuple[LeaseHolder, float]] = {}
         self._starts = 0
@@ -64,6 +75,8 @@ class Checks:
         self._lease_ttl_s: float = fleet.shape.settings["scheduler"]["lease_ttl_s"]
         fleet.world.on_unhandled = self._on_unhandled
         fleet.server.on_put = self._on_put
+        fleet.server.on_route = self._on_route
+        self._is_sharded = fleet.shape.settings["scheduler"].get("shards", 1) > 1
         fleet.on_worker = self._watch
 
     def after_event(self) -> None:
@@ -74,6 +87,9 @@ class Checks:
             raise Violation(self._fleet.unforeseen[0])
         if len(self._fleet.terms) > self._terms:
             self._check_terms()
+        self._events += 1
+        if self._is_sharded and self._events % _SHARDS_EVERY == 0:
+            self._check_shards()
 
     def _watch(self, process: Process, worker: Worker) -> None:
         """Its books are looked into by its engine's thread, between two steps."""
@@ -238,10 +254,34 @@ class Checks:
 
     def _check_terms(self) -> None:
         for process, term in self._fleet.terms[self._terms :]:
-            before = self._epochs.setdefault(term.epoch, process)
+            before = self._epochs.setdefault((term._shard.number, term.epoch), process)
             if before is not process:
                 raise Violation(f"{process.name} leads in epoch {term.epoch}, as {before.name} has")
         self._terms = len(self._fleet.terms)
+
+    def _check_shards(self) -> None:
+        """Raises Violation. A shard plans its own workers, and keeps nothing that it has handed over."""
+        latest = {term._shard: (process, term) for process, term in self._fleet.terms}
+        for shard, (process, term) in latest.items():
+            if not process.alive or term.end_reason is not None:
+                continue
+            for cell in term._cells:
+                roster = cell.core._roster
+                if strangers := [name for name in roster.pipelines if not shard.has(name)]:
+                    raise Violation(f"{process.name} plans {strangers} in shard {shard.number}")
+                for key, sequence in roster.sequences.items():
+                    attempt, target = self._handed.get(key, (0, shard.number))
+                    if target != shard.number and sequence.ref.attempt <= attempt:
+                        raise Violation(f"shard {shard.number} has {sequence.ref}, and handed it over")
+
+    def _on_route(self, subject: str, data: bytes) -> None:
+        if subject.startswith(f"{subjects.scheduler_handed.stem}."):
+            event = decode(data, SequenceHandedOver)
+            self._handed[event.ref.key] = event.ref.attempt, event.shard
+        elif self._is_sharded and subject.startswith(f"{subjects.scheduler_submit.stem}."):
+            spec, shard = decode(data, SubmitSequence).spec, subject.rpartition(".")[0]
+            if self._submitted.setdefault((spec.gateway_incarnation, spec.ref), shard) != shard:
+                self._found.append(f"{spec.ref} is submitted to two shards")
 
     def _on_put(self, role: str, value: bytes) -> None:
         """A lease is taken from nobody who lives, is heard, and has renewed it in time."""

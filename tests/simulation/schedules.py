@@ -206,6 +206,31 @@ def _hangs(chance: random.Random, schedule: Schedule) -> Schedule:
     return replace(schedule, shape=shape, questions=questions, faults=_in_order(schedule.faults + more))
 
 
+def _shards(chance: random.Random, schedule: Schedule) -> Schedule:
+    """One to three schedulers lead two or three shards. Most of them die, hang, or are away for a while."""
+    shape = replace(
+        schedule.shape, schedulers=chance.choice((1, 2, 2, 2, 3)), workers=chance.choice((2, 3, 4, 4))
+    )
+    scheduler = {**shape.settings["scheduler"], "shards": chance.choice((2, 2, 2, 3))}
+    if isinstance(shape.settings["placement"]["roles"], list):  # a shard may have a single worker
+        shape = _with(shape, "placement", {**shape.settings["placement"], "roles": "adaptive"})
+    targets = [f"scheduler-{chance.randrange(shape.schedulers)}" for _ in range(chance.randint(0, 3))]
+    targets += [f"worker-{chance.randrange(shape.workers)}" for _ in range(chance.choice((0, 0, 1)))]
+    kinds = ("kill", "kill", "hang", "loop hangs", "freeze", "cut")
+    more = _some(chance, kinds, targets, (0.5, 1.0, 2.0, 4.0))
+    again = tuple(
+        replace(question, at_s=question.at_s + chance.random(), seed=chance.randrange(200), name="")
+        for question in schedule.questions
+        if not question.is_long
+    )
+    return replace(
+        schedule,
+        shape=_with(shape, "scheduler", scheduler),
+        questions=(*schedule.questions, *again)[:20],
+        faults=_in_order(schedule.faults + more),
+    )
+
+
 def _worn_disks(chance: random.Random, schedule: Schedule) -> Schedule:
     """What is asked was asked before, most of it has left memory for the disk, and disks flip bits."""
     shape = schedule.shape
@@ -307,6 +332,7 @@ _FOCI: dict[str, tuple[float, Callable[[random.Random, Schedule], Schedule]]] = 
     "disks": (0.15, _worn_disks),
     "keeping": (0.2, _keeping),
     "hangs": (0.2, _hangs),
+    "shards": (0.3, _shards),
 }
 """Which share of seeds has it."""
 

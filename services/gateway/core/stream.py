@@ -354,13 +354,13 @@ class Stream:
         return ()
 
     def on_prepared(
-        self, ref: SequenceRef, now_s: float, target: str = "", open_tokens: int = 0
+        self, ref: SequenceRef, now_s: float, target: str = "", open_tokens: int = 0, cause: str = "moved"
     ) -> StreamEffects:
-        """Hand over to a worker that is prepared. With `open_tokens`, keep reading the old worker until the
-        new one sends a new token."""
+        """Hand over to a worker that is prepared, or to another shard. With `open_tokens`, keep reading the
+        old worker until the new one sends a new token."""
         if not self.is_open or ref.attempt != self.attempt:
             return ()
-        server, effects = self.server, self._hand_over("moved", now_s)
+        server, effects = self.server, self._hand_over(cause, now_s)
         if not open_tokens or server is None:
             return effects
         self._before = Handover(ref, server, target, open_tokens, now_s + OVERLAP_S)

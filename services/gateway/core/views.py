@@ -8,10 +8,12 @@ from shared.messages.reports import (
     STEP_TOKEN_BOUNDS,
     WAIT_BOUNDS_S,
     SchedulerAnnounced,
+    ShardLoad,
     StackVerdict,
     StepsReport,
     WorkerReported,
 )
+from shared.shards import MOST_SHARDS
 
 _VERDICT_S = 15.0
 """Seconds that the supervisor's report is valid; several of its rounds."""
@@ -160,6 +162,7 @@ class StackView:
         return self._short_of if now_s - self._heard_s < _VERDICT_S else ()
 
 
+_NO_LOAD = ShardLoad()
 _NOTHING = SchedulerAnnounced(scheduler_id="none", incarnation=0, epoch=0, policy="")
 
 
@@ -200,6 +203,11 @@ class SchedulerView:
             zip(("placed", "expected", "found", "error"), (*found, said.hits_error_tokens), strict=True)
         )
 
+    def load(self, model: str) -> ShardLoad:
+        """Return the announced load of a model's workers; "" names the only model."""
+        loads = self.said.loads
+        return loads.get(model) or (next(iter(loads.values())) if len(loads) == 1 and not model else _NO_LOAD)
+
     def _count(self, event: SchedulerAnnounced, before: SchedulerAnnounced) -> None:
         """Add the increase since the last announcement of the same term."""
         self.preemptions_total += max(0, event.preemptions - before.preemptions)
@@ -208,3 +216,98 @@ class SchedulerView:
 
     def is_present(self, now_s: float) -> bool:
         return self._heard_s is not None and now_s - self._heard_s <= self._timeout_s
+
+    def leave(self) -> None:
+        """Count the scheduler as away until its next announcement."""
+        self._heard_s = None
+
+
+class ShardViews:
+    """The current scheduler of each shard, and the shard for a new sequence."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.views = [SchedulerView(timeout_s)]
+        """By shard."""
+        self._sent: Counter[tuple[int, str]] = Counter()
+        """Sequences sent to a shard's workers of a model since its last announcement."""
+
+    def on_announced(self, event: SchedulerAnnounced, now_s: float) -> Collection[int]:
+        """Process an announcement; return the shards that need their running sequences. A smaller number of
+        shards is ignored while a scheduler with the larger one is present."""
+        count = len(self.views)
+        is_stale = event.shards < count and self.is_present(now_s)
+        if is_stale or not event.shard < event.shards <= MOST_SHARDS:
+            return ()
+        if event.shards != count:
+            self.views = [SchedulerView(self._timeout_s) for _ in range(event.shards)]
+        is_new = self.views[event.shard].on_announced(event, now_s)
+        for model in event.loads:
+            del self._sent[event.shard, model]
+        return (event.shard,) if is_new else ()
+
+    def pick(self, model: str, limit_tokens: int, now_s: float) -> int:
+        """Return the present shard with the fewest sequences for each worker that can hold this one."""
+        views = self.views
+        if len(views) == 1:
+            return 0
+
+        def cost(shard: int) -> tuple[bool, bool, float]:
+            load = views[shard].load(model)
+            per_worker = load.per_worker + self._sent[shard, model] / max(1, load.workers)
+            return not views[shard].is_present(now_s), limit_tokens > load.context_tokens, per_worker
+
+        shard = min(range(len(views)), key=cost)
+        self._sent[shard, model] += 1
+        return shard
+
+    def is_present(self, now_s: float) -> bool:
+        """Return whether any shard has a scheduler."""
+        return any(view.is_present(now_s) for view in self.views)
+
+    def rows(self, now_s: float) -> list[dict[str, object]]:
+        """Return one row per shard, for people; none for an undivided fleet."""
+        rows: list[dict[str, object]] = [
+            {
+                "shard": shard,
+                "scheduler": view.scheduler_id if view.is_present(now_s) else None,
+                "workers": sum(load.workers for load in view.said.loads.values()),
+                "queued": view.said.queued,
+                "running": view.said.running,
+            }
+            for shard, view in enumerate(self.views)
+        ]
+        return rows if len(rows) > 1 else []
+
+    @property
+    def scheduler_ids(self) -> str:
+        """Return the names of all leaders."""
+        return ", ".join(sorted({view.scheduler_id for view in self.views if view.scheduler_id}))
+
+    @property
+    def policy(self) -> str:
+        return self.views[0].said.policy
+
+    @property
+    def queued_by_model(self) -> Counter[str]:
+        return sum([Counter(view.said.queued_by_model) for view in self.views], Counter[str]())
+
+    @property
+    def hit_tokens(self) -> Counter[str]:
+        """Return the sums of all shards (`SchedulerView.hit_tokens`), zeros included."""
+        found = Counter[str]()
+        for view in self.views:
+            found.update(view.hit_tokens)
+        return found
+
+    @property
+    def waits(self) -> list[int]:
+        return [sum(counts) for counts in zip(*(view.waits for view in self.views), strict=True)]
+
+    def total(self, name: str) -> float:
+        """Return the sum of an attribute of each view."""
+        return float(sum(getattr(view, name) for view in self.views))
+
+    def said(self, name: str) -> int:
+        """Return the sum of a count in the latest announcements."""
+        return int(sum(getattr(view.said, name) for view in self.views))

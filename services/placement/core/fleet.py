@@ -44,6 +44,11 @@ class SeatChoice:
     costs_s: tuple[tuple[str, float], ...]
     """Estimated cost of each possible worker, lowest first; empty if the policy gives none."""
 
+    @property
+    def cost_s(self) -> float:
+        """Return the estimated cost of this worker; 0 if unknown."""
+        return dict(self.costs_s).get(self.worker_id, 0.0)
+
 
 def seat(
     items: Iterable[PlacementItem],
@@ -371,10 +376,29 @@ class FleetCapacity:
             if choice is not None:
                 answers[at] = choice.worker_id
                 self.choices.append(choice)
-                self._reserve(choice, now_s)
+                self.promise(choice, now_s)
         return tuple(answers)
 
-    def _reserve(self, choice: SeatChoice, now_s: float) -> None:
+    def offer(
+        self, item: PlacementItem, excluded: frozenset[str], policy: CostedPolicy, now_s: float
+    ) -> SeatChoice | None:
+        """Return the cheapest worker with room now of those that have some of the item's prefix cached."""
+        holders = WaitingAhead(only=tuple(self.prefixes.holders(item.prefixes)))
+        rooms = self._rooms(excluded, holders, now_s) if holders.only else []
+        rooms = [room for room in rooms if _fits(room, item)]
+        for room in rooms:
+            room.cached_tokens = self._cached(now_s, item, room.worker_id)
+        if not any(sum(room.cached_tokens) for room in rooms):
+            return None
+        costs_s = policy.costs_s(item.size_tokens, rooms)
+        cost_s, at = min((cost_s, at) for at, cost_s in enumerate(costs_s))
+        chosen = rooms[at]
+        expected = sum(chosen.cached_tokens)
+        pending = plain_tokens(min(expected, item.size_tokens), item.size_tokens, chosen.preceding_share)
+        return SeatChoice(item, chosen.worker_id, expected, pending, ((chosen.worker_id, cost_s),))
+
+    def promise(self, choice: SeatChoice, now_s: float) -> None:
+        """Keep the worker's blocks until it has the sequence."""
         item, worker = choice.item, self.workers[choice.worker_id]
         reservation = Reservation(
             item.ref.attempt,

@@ -7,7 +7,7 @@ from shared.errors import ConfigError
 from shared.messages.commands import PlacementItem
 
 NOT_CACHED = 3
-_LEAST_SHARE = 0.25
+LEAST_SHARE = 0.25
 """Minimum share of a prompt that must be cached."""
 
 PlacementRank = Callable[[float, int], float]
@@ -34,7 +34,7 @@ def find_order(name: str) -> PlacementRank:
 def distance(item: PlacementItem, offers: Sequence[CachedTokens]) -> int:
     """Return N at the worker with the longest cached prefix: the mean tier of its cached tokens."""
     tokens = max(offers, key=lambda offer: (sum(offer), offer), default=(0, 0, 0))
-    if sum(tokens) == 0 or sum(tokens) < _LEAST_SHARE * item.size_tokens:
+    if sum(tokens) == 0 or sum(tokens) < LEAST_SHARE * item.size_tokens:
         return NOT_CACHED
     return round(sum(tier * count for tier, count in enumerate(tokens)) / sum(tokens))
 

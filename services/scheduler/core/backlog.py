@@ -221,6 +221,10 @@ class Backlog:
         """Return whether a question may be asked."""
         return self._open is None and bool(self._waiting) and now_s >= self._due_s
 
+    def is_stuck(self, now_s: float) -> bool:
+        """Return whether sequences wait although placement was asked, or no worker lets one more wait."""
+        return self._open is None and bool(self._waiting) and now_s < self._due_s
+
     def ask(
         self, excluded_workers: tuple[str, ...], now_s: float, kinds: tuple[Kind, ...] = ()
     ) -> AskPlacement | None:
@@ -273,4 +277,5 @@ def item_of(sequence: Sequence, kinds: tuple[Kind, ...], now_s: float) -> Placem
         prefixes=names_of(sequence, kinds) if kinds else (),
         waited_s=as_seconds(max(0.0, now_s - sequence.arrival_s)),
         priority=max(-MOST_COUNT, min(sequence.level, MOST_COUNT)),
+        is_bound=sequence.is_bound,
     )

@@ -18,6 +18,7 @@ from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, OVER, Phase, Sequence
 from services.scheduler.core.shadowing import Shadowing
+from services.scheduler.core.sharing import Sharing
 from services.scheduler.policy.contract import PolicyFactory, queue_rule
 from shared.errors import InvalidRequest, PolicyFailed, UnavailableError
 from shared.liveness import Start
@@ -28,6 +29,7 @@ from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import SequenceRef, SequenceSpec
 from shared.messages.values import EPOCH_REACH
+from shared.shards import WHOLE, Shard
 
 _EXPIRE_INTERVAL_S = 1.0
 WANT_INTERVAL_S = 0.25
@@ -49,10 +51,11 @@ class SchedulerCore:
         most_epoch: int = EPOCH_REACH,
         began_s: float | None = None,
         awaited: Iterable[Start] = (),
+        shard: Shard = WHOLE,
     ) -> None:
         """`most_epoch`: reports with a later epoch are ignored. `began_s`: when heartbeats were first
         received, now by default. `awaited`: workers known before; the first round ends early once all have
-        reported or gone."""
+        reported or gone. `shard`: the one whose workers report here."""
         self._most_epoch = most_epoch
         self._commands_since_s = float("inf")
         self._rules = rules
@@ -68,6 +71,7 @@ class SchedulerCore:
         self._awaited = set(awaited)
         self._has_waited_for_all = False
         """Whether every awaited worker has reported or gone."""
+        self.sharing = Sharing(self._roster, shard, now_s) if shard.count > 1 else None
         self._ticked_s = now_s
         self._expired_s = now_s
         self._wanted_s = now_s
@@ -227,12 +231,15 @@ class SchedulerCore:
         `expected_tokens`: prompt tokens that each worker should have cached."""
         answered, backlog = worker_ids or (), self._roster.backlog
         more = len(backlog) > len(answered) and any(answered)
-        refs = backlog.close(question, more=more, now_s=now_s)
+        refs, effects = backlog.close(question, more=more, now_s=now_s), list[Effect]()
         for ref, worker_id, expected in zip_longest(
             refs, answered[: len(refs)], expected_tokens[: len(refs)]
         ):
             sequence = self._roster.find(ref)
             if sequence is None or sequence not in backlog:
+                continue
+            if self.sharing is not None and (handed := self.sharing.follow(sequence, worker_id, now_s)):
+                effects += handed
                 continue
             sequence.expected_tokens = expected
             pipeline = self._roster.in_step(worker_id)
@@ -240,7 +247,7 @@ class SchedulerCore:
                 continue
             if sequence.limit_tokens <= pipeline.report.max_context_tokens:
                 self._roster.place(sequence, pipeline, now_s)
-        return self._after([], now_s)
+        return self._after(effects, now_s)
 
     def on_unplaced(self, question: int, now_s: float) -> list[Effect]:
         """Place the sequences of a question that placement did not answer at the least loaded workers."""
@@ -299,6 +306,8 @@ class SchedulerCore:
         if not self._deposed:
             effects += self._shadowing.on_tick(now_s)
             effects += self._roster.seat_alone(now_s)
+            if self.sharing is not None:
+                effects += self.sharing.on_tick(now_s)
         effects += self._standstill.on_tick(now_s)
         if now_s - self._expired_s > _EXPIRE_INTERVAL_S:
             self._expired_s = now_s

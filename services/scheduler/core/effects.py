@@ -35,6 +35,14 @@ class AskPlacement(Effect, frozen=True):
     """Tokens of all sequences that wait for a worker."""
 
 
+class GiveToShard(Effect, frozen=True):
+    """Tell the gateway to submit the next attempt to another shard."""
+
+    ref: SequenceRef
+    gateway_id: str
+    shard: int
+
+
 class NotePlaced(Effect, frozen=True):
     """Where the sequence went without placement's word, and why; for the log."""
 

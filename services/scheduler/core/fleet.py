@@ -82,7 +82,8 @@ def _is_stale(roster: Roster, pipeline: WorkerPipeline, listed: SequenceReport, 
     """Return whether this attempt must not run here."""
     key, attempt = listed.ref.key, listed.ref.attempt
     given_up, ended = roster.dropped.get((listed.gateway_id, key), now_s), roster.ended.get(key, now_s)
-    if given_up is not None and attempt <= given_up[0]:
+    handed = roster.handed.get((listed.gateway_id, key), now_s)
+    if any(known is not None and attempt <= known[0] for known in (given_up, handed)):
         return True
     if ended is not None and attempt <= ended[0] and ended[1] != pipeline.worker_id:
         return True

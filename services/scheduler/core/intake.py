@@ -33,6 +33,8 @@ class Admission:
 
     known: bool
     worker_id: str | None = None
+    shard: int | None = None
+    """Shard to which the attempt was handed over."""
 
 
 class Intake:
@@ -62,6 +64,9 @@ class Intake:
         is_cancelled = self.roster.tombstones.covers(spec.gateway_id, spec.ref, now_s)
         if is_cancelled or (ended is not None and spec.ref.attempt <= ended[0]):
             return Admission(known=True), effects
+        handed = self.roster.handed.get((spec.gateway_id, spec.ref.key), now_s)
+        if handed is not None and spec.ref.attempt <= handed[0]:
+            return Admission(known=True, shard=handed[1]), effects
         sequence = Sequence.from_spec(spec, now_s)
         self._check(spec, sequence, now_s)
         if known is not None:

@@ -6,7 +6,14 @@ Only this module adds and removes sequences. `fleet` decides which worker is los
 from collections import Counter
 
 from services.scheduler.core.backlog import NO_QUESTION, Backlog, Feed, item_of
-from services.scheduler.core.effects import AskPlacement, CancelAtWorker, Effect, NotePlaced, SequenceLeft
+from services.scheduler.core.effects import (
+    AskPlacement,
+    CancelAtWorker,
+    Effect,
+    GiveToShard,
+    NotePlaced,
+    SequenceLeft,
+)
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, Kind, Phase, Sequence, kinds_of
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
@@ -73,6 +80,10 @@ class Roster:
             rules.tombstone_s, _LIMIT
         )
         """By gateway and sequence: the attempt that was given up, and the error."""
+        self.handed: RecentMap[tuple[str, SequenceKey], tuple[int, int]] = RecentMap(
+            rules.tombstone_s, _LIMIT
+        )
+        """By gateway and sequence: the attempt that was handed over, and to which shard."""
         self._alone: dict[SequenceKey, Sequence] = {}
         """Sequences beside which nothing else may run."""
         self.reserved: dict[str, SequenceKey] = {}
@@ -397,8 +408,15 @@ class Roster:
         self.dropped.put((sequence.gateway_id, sequence.key), (sequence.ref.attempt, why), now_s)
         return self.leave(sequence, Phase.DROPPED, now_s, FinishReason.ERROR)
 
+    def hand_over(self, sequence: Sequence, shard: int, now_s: float) -> list[Effect]:
+        """Give a queued sequence to another shard."""
+        self.handed.put((sequence.gateway_id, sequence.key), (sequence.ref.attempt, shard), now_s)
+        left = self.leave(sequence, Phase.REPLACED, now_s)
+        return [left, GiveToShard(sequence.ref, sequence.gateway_id, shard)]
+
     def expire(self, now_s: float) -> None:
-        for record in (self.tombstones, self.owners, self.ended, self.dropped, self.lost_workers):
+        records = (self.tombstones, self.owners, self.ended, self.dropped, self.handed, self.lost_workers)
+        for record in records:
             record.expire(now_s)
 
     def check_integrity(self) -> None:

@@ -161,6 +161,16 @@ class Sequence:
     def runs_alone(self) -> bool:
         return self.spec is not None and self.spec.runs_alone
 
+    @property
+    def is_bound(self) -> bool:
+        return self.spec is not None and self.spec.is_bound
+
+    @property
+    def likely_tokens(self) -> int:
+        """Return the tokens that its KV will probably have at its end."""
+        answer = self.max_tokens if self.prediction is None else self.prediction.p50_tokens
+        return min(self.limit_tokens, self.prompt_tokens + max(answer, self.generated_tokens))
+
     @classmethod
     def from_spec(cls, spec: SequenceSpec, now_s: float) -> "Sequence":
         """Return a submitted sequence."""

@@ -12,6 +12,7 @@ from pytest import MonkeyPatch
 from services.gateway import exchange as module
 from services.gateway.config import GatewayConfig
 from services.gateway.core.stream import Stream, StreamEffects, StreamPhase, StreamTiming, Submit
+from services.gateway.core.views import ShardViews
 from services.gateway.counters import Counters
 from services.gateway.errors import body_of, status_of
 from services.gateway.exchange import Dispatch, Exchange, NoticeOutbox, OpenChoice, admitted
@@ -271,7 +272,7 @@ class Bench:
         config = GatewayConfig.model_validate({"submit_deadline_s": 1.0, "fetch_deadline_s": 0.3})
         self.peer = peer
         self.applied: list[StreamEffects] = []
-        self.dispatch = Dispatch(config, bus, tasks, lambda: 0.0, Counters(), self.apply)
+        self.dispatch = Dispatch(config, bus, tasks, lambda: 0.0, Counters(), self.apply, ShardViews(3.0))
         self.stream = Stream(("req", 0), StreamTiming(), 0.0)
         sampling = Sampling(seed=1, max_tokens=10)
         exchange = Exchange()

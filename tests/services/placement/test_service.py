@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from shared.messages.plans import EndedSequence
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus
 from shared.messages.sequence import FinishReason
+from shared.shards import Shard
 from tests.conftest import ConnectBus
 from tests.patience import PATIENCE_S, until
 from tests.services.placement.rig import chain, item, listed, news, report, stepped
@@ -46,7 +48,7 @@ async def serving(bus: Bus, placement: Placement) -> AsyncIterator[None]:
 
     async def serve() -> None:
         async with asyncio.TaskGroup() as tasks:
-            models = PlacementModels(bus, lambda model: placement, tasks)
+            models = PlacementModels(bus, lambda model, shard: placement, tasks)
             await bus.attach((*HANDLERS, *MOVE_HANDLERS), models)
             is_ready.set()
             await asyncio.Event().wait()
@@ -167,6 +169,38 @@ async def test_a_prompt_goes_to_the_worker_with_its_prefix_once_it_was_asked(
         await worker.publish(subjects.worker_cached("w0"), news(9, 30))
         await until(lambda: prefixes.blocks("w0") == 4)
         assert len(caching.asked) == 1, "no gap, no question"
+
+
+async def test_a_prompt_leaves_its_shard_for_a_long_prefix_only(connect_bus: ConnectBus) -> None:
+    """`worker-0` and `worker-1` are in shard 0 of 2, `worker-2` in shard 1."""
+    bus = await connect_bus("placement", "placement-0")
+
+    def make(model: str, shard: Shard) -> Placement:
+        return Placement(bus, PlacementConfig(), create("prefix_aware"), model=model, shard=shard)
+
+    asked = item("a", size=1600, limit=1700, prefixes=(chain(*range(100)),))
+    async with asyncio.TaskGroup() as tasks:
+        models = PlacementModels(bus, make, tasks)
+        for name in ("worker-0", "worker-1", "worker-2"):
+            models.on_reported(report(name, total=200, caches_prefixes=True, prefill_tokens_per_s=1000.0))
+
+        async def placed(shard: int, shards: int = 2, **fields: Any) -> str | None:
+            items = (msgspec.structs.replace(asked, **fields),)
+            question = PlaceSequences(items=items, shard=shard, shards=shards, model="m")
+            return (await models.place(question)).worker_ids[0]
+
+        first: dict[str, Any] = {"prefixes": (), "size_tokens": 16, "ref": item("first").ref}
+        assert await placed(0, **first) in ("worker-0", "worker-1")
+        assert await placed(1, **first) == "worker-2"
+        for shard, worker in ((0, "worker-0"), (1, "worker-2")):
+            fleet = models._models["m"][shard].fleet
+            fleet.prefixes.on_answer(news(1, *range(10 if shard == 0 else 90), worker_id=worker, full=True))
+        assert await placed(0) == "worker-2", "most of it is cached there"
+        assert await placed(0, is_bound=True) in ("worker-0", "worker-1")
+        assert await placed(1) == "worker-2"
+        assert await placed(0, shards=1) is None, "schedulers contradict each other"
+        for watching in models._watching:
+            watching.cancel()
 
 
 async def test_prompts_go_to_workers_that_may_compute_them(connect_bus: ConnectBus) -> None:
