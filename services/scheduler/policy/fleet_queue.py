@@ -440,4 +440,5 @@ class _Reader:
         following = best if self._budget.may_pass(self._count) else oldest
         assert following is not None
         self._budget.start(following.work_s, passes=following is not oldest)
+        self._count -= 1
         return following
