@@ -11,8 +11,8 @@ from functools import partial
 
 from msgspec import structs
 
-from services.placement.core.fleet import seat
 from services.placement.core.roles import Landing, Role, WorkerLoad
+from services.placement.core.seats import seat
 from services.scheduler.core.backlog import Feed
 from services.scheduler.core.rules import PLACEMENT_BATCH
 from services.scheduler.policy import find_policy

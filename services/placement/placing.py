@@ -10,8 +10,9 @@ from math import inf
 from typing import Any
 
 from services.placement.config import PlacementConfig
-from services.placement.core.fleet import FleetCapacity, SeatChoice
+from services.placement.core.fleet import FleetCapacity
 from services.placement.core.orders import LEAST_SHARE, find_order
+from services.placement.core.seats import SeatChoice
 from services.placement.policy.contract import CostedPolicy, PlacementPolicy
 from shared import subjects
 from shared.bus import Bus, fenced, status_of

@@ -8,9 +8,9 @@ import asyncio
 from typing import Any
 
 from services.placement.config import PlacementConfig
-from services.placement.core.fleet import SeatChoice
 from services.placement.core.hand_overs import HandOvers, Wanted, load_of
 from services.placement.core.roles import FleetRoles, RoleChoice, read_roles
+from services.placement.core.seats import SeatChoice
 from services.placement.placing import Placement
 from services.placement.policy.contract import CostedPolicy, PlacementPolicy
 from shared import subjects

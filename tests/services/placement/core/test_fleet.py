@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.core.fleet import PASSED_S, FleetCapacity
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.seats import PASSED_S
 from services.placement.policy import POLICIES
 from services.placement.policy.contract import PlacementPolicy
 from services.placement.policy.fit import WorstFit
