@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from services.placement.core.prefix_index import NOTHING, CachedTokens
-from services.placement.core.room_table import MANY_WORKERS, RoomTable, Row, Shortlists
+from services.placement.core.room_table import MANY_WORKERS, RoomRow, RoomTable, Shortlists
 from services.placement.core.speeds import PromptSpeeds
-from services.placement.policy.contract import RankedPolicy, Room
+from services.placement.policy.contract import RankingPolicy, Room
 from shared.messages.commands import PlacementItem, WaitingAhead
 from shared.messages.sequence import SequenceKey
 from sim.books import pending_sums, plain_pending, spoken_for_blocks
@@ -58,14 +58,14 @@ class SimRooms:
         """Return the rooms for so many requests."""
         crowds = {crowd.worker_id: crowd.places for crowd in ahead.crowds}
         roles, router = self._setup.roles, self._setup.router
-        if roles is None and len(self._workers) > MANY_WORKERS and isinstance(router, RankedPolicy):
+        if roles is None and len(self._workers) > MANY_WORKERS and isinstance(router, RankingPolicy):
             return self._shortlists(ahead, crowds, requests, router)
         names = [name for name in ahead.only or self._names if name not in ahead.closed]
         names = [name for name in names if roles is None or roles.role_of(name).may_prefill]
         return [self._room(name, crowds.get(name, ahead.places)) for name in names]
 
     def _shortlists(
-        self, ahead: WaitingAhead, crowds: dict[str, int], requests: int, router: RankedPolicy
+        self, ahead: WaitingAhead, crowds: dict[str, int], requests: int, router: RankingPolicy
     ) -> Shortlists:
         for index in self._changed:
             self._table.put(self._names[index], self._row(index))
@@ -85,12 +85,12 @@ class SimRooms:
             only=ahead.only,
         )
 
-    def _row(self, index: int) -> Row:
+    def _row(self, index: int) -> RoomRow:
         meter, shape, name = self._workers[index].meter, self._setup.shape, self._names[index]
         self._speeds.on_measured(name, meter.prefill_tokens_per_s, meter.prefill_context_tokens)
         books = self._workers[index].books
         pending, squares = pending_sums(books)
-        return Row(
+        return RoomRow(
             free=self.free_blocks(index) * shape.block_tokens,
             total=shape.capacity_blocks * shape.block_tokens,
             sequences=len(books.held),

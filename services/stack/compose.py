@@ -76,7 +76,7 @@ def write_secrets(folder: Path, *more: str, hosts: Sequence[str] = ()) -> None:
     places = [f"{host}:{_PORT}" for host in hosts or [_HOST]]
     access = BusAccess.to(places, RunDirectory(folder).credentials(*instances), here)
     if hosts:
-        cluster = nats_server.Cluster.of([f"{host}:{_ROUTE_PORT}" for host in hosts], access)
+        cluster = nats_server.ServerCluster.of([f"{host}:{_ROUTE_PORT}" for host in hosts], access)
         for at in range(len(hosts)):
             path = folder / f"nats-{at}.conf"
             nats_server.write_config(path, config, access, folder / "nats", at, cluster)

@@ -69,7 +69,7 @@ def binary() -> str:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ServerCluster:
     """Servers that form one bus."""
 
     routes: Sequence[str]
@@ -78,7 +78,7 @@ class Cluster:
     """Of the servers among each other."""
 
     @classmethod
-    def of(cls, routes: Sequence[str], access: BusAccess) -> "Cluster | None":
+    def of(cls, routes: Sequence[str], access: BusAccess) -> "ServerCluster | None":
         """Return the cluster of these servers, or None for a single one."""
         secret = "routes " + access.credentials.nats_passwords[subjects.OPERATOR]
         return cls(routes, hashlib.sha256(secret.encode()).hexdigest()) if len(routes) > 1 else None
@@ -102,7 +102,7 @@ cluster {{
 
 
 def config_text(
-    config: StackConfig, access: BusAccess, store: Path, at: int = 0, cluster: Cluster | None = None
+    config: StackConfig, access: BusAccess, store: Path, at: int = 0, cluster: ServerCluster | None = None
 ) -> str:
     """Return the configuration of server `at`: an account, one user per instance, JetStream. The
     system account has no user and exports connection events. No user has all permissions, and none lacks a
@@ -147,7 +147,7 @@ def write_config(
     access: BusAccess,
     store: Path,
     at: int = 0,
-    cluster: Cluster | None = None,
+    cluster: ServerCluster | None = None,
 ) -> None:
     """Write the configuration of server `at`, readable only by its owner. Raise ConfigError if nats-server
     rejects it."""
@@ -161,7 +161,7 @@ def write_configs(run: RunDirectory, config: StackConfig, access: BusAccess) -> 
         path.unlink()
     shutil.rmtree(run.path / "nats", ignore_errors=True)  # leases do not outlive the stack
     servers = len(access.ports)
-    cluster = Cluster.of([f"127.0.0.1:{free_port(taken=access.ports)}" for _ in range(servers)], access)
+    cluster = ServerCluster.of([f"127.0.0.1:{free_port(taken=access.ports)}" for _ in range(servers)], access)
     names = [f"nats-{at}" for at in range(servers)] if cluster else ["nats"]
     for at, name in enumerate(names):
         store = run.path / "nats" / name if cluster else run.path / "nats"

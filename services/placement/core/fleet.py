@@ -12,10 +12,10 @@ import numpy as np
 
 from services.placement.core.orders import ORDERS, PlacementRank, arrange, distance
 from services.placement.core.prefix_index import CachedTokens, PrefixIndex
-from services.placement.core.room_table import MANY_WORKERS, RoomTable, Row, Shortlists
+from services.placement.core.room_table import MANY_WORKERS, RoomRow, RoomTable, Shortlists
 from services.placement.core.seats import SeatChoice, fits, seat
 from services.placement.core.speeds import PromptSpeeds, plain_tokens
-from services.placement.policy.contract import CostedPolicy, PlacementPolicy, RankedPolicy, Room
+from services.placement.policy.contract import CostedPolicy, PlacementPolicy, RankingPolicy, Room
 from shared.liveness import Liveness
 from shared.messages.commands import NOBODY_AHEAD, Crowd, PlacementItem, WaitingAhead
 from shared.messages.plans import WorkerStepped
@@ -95,7 +95,7 @@ class WorkerRoom:
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.report.block_tokens)
 
-    def row(self, speed_sums: tuple[float, float, float]) -> Row:
+    def row(self, speed_sums: tuple[float, float, float]) -> RoomRow:
         """Return the row in a table of rooms, without the prompt tokens of reservations."""
         report, size = self.report, self.report.block_tokens
         pending = squares = 0.0
@@ -104,7 +104,7 @@ class WorkerRoom:
                 first = one.first_pending
                 pending += one.tokens - first
                 squares += (one.tokens - first) * (first + one.tokens) / 2
-        return Row(
+        return RoomRow(
             free=self.free_blocks * size,
             total=report.capacity.total_blocks * size,
             sequences=len(self.residents) + len(self.reservations),
@@ -264,7 +264,7 @@ class FleetCapacity:
         if self._rank is not ORDERS["policy"]:
             rooms = self._rooms(closed, ahead, now_s)
             order = self._arranged(items, rooms, now_s)
-        elif len(self.workers) > MANY_WORKERS and isinstance(policy, RankedPolicy):
+        elif len(self.workers) > MANY_WORKERS and isinstance(policy, RankingPolicy):
             rooms = self._shortlists(len(items), closed, policy, ahead, now_s)
         else:
             rooms = self._rooms(closed, ahead, now_s)
@@ -356,7 +356,12 @@ class FleetCapacity:
         )
 
     def _shortlists(
-        self, requests: int, excluded: frozenset[str], policy: RankedPolicy, ahead: WaitingAhead, now_s: float
+        self,
+        requests: int,
+        excluded: frozenset[str],
+        policy: RankingPolicy,
+        ahead: WaitingAhead,
+        now_s: float,
     ) -> Shortlists:
         for name in self._changed:
             if (worker := self.workers.get(name)) is not None:

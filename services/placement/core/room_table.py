@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.placement.core.speeds import LEAST_ALONE
-from services.placement.policy.contract import Column, CostedPolicy, RankedPolicy, Room, RoomColumns
+from services.placement.policy.contract import Column, CostedPolicy, RankingPolicy, Room, RoomColumns
 from shared.messages.commands import PlacementItem
 
 MANY_WORKERS = 16
@@ -22,7 +22,7 @@ _SPARE = 4
 """Number of rooms in a shortlist beyond one per request of the question."""
 
 
-class Row(NamedTuple):
+class RoomRow(NamedTuple):
     """One worker. Amounts in tokens, times in seconds."""
 
     free: float
@@ -48,9 +48,9 @@ class RoomTable:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.row_of: dict[str, int] = {}
-        self._columns = np.zeros((len(Row._fields) + 2, 64))
+        self._columns = np.zeros((len(RoomRow._fields) + 2, 64))
 
-    def put(self, name: str, row: Row) -> None:
+    def put(self, name: str, row: RoomRow) -> None:
         """Add or replace a worker's row."""
         at = self.row_of.setdefault(name, len(self.names))
         if at == len(self.names):
@@ -98,7 +98,7 @@ class Shortlists:
         self,
         table: RoomTable,
         columns: RoomColumns,
-        policy: RankedPolicy,
+        policy: RankingPolicy,
         room: Callable[[str], Room],
         holders: Callable[[PlacementItem], Iterable[str]],
         *,

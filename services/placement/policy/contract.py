@@ -77,7 +77,7 @@ class RoomColumns(NamedTuple):
 
 
 @runtime_checkable
-class RankedPolicy(PlacementPolicy, Protocol):
+class RankingPolicy(PlacementPolicy, Protocol):
     """A policy that can rank many rooms at once, so that `choose` gets few rooms of a large fleet."""
 
     def ranks(self, size_tokens: int, rooms: RoomColumns) -> Column:
