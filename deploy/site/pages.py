@@ -40,6 +40,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "models",
         "containers",
         "kubernetes",
+        "hosts",
         "upgrades",
         "live-page",
         "explain",

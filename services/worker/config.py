@@ -174,7 +174,7 @@ class WorkerConfig(ModelServiceConfig):
     def _each_part_has_host_memory(self) -> "WorkerConfig":
         memory, cache = self.host_memory, self.prefix_cache
         below = "disk_mb" if cache.disk_mb else "peer_mb" if cache.peer_mb or cache.peer_blocks else ""
-        if below and not ((memory.mb or memory.blocks) and memory.cache_share):
+        if below and not ((memory.mb or memory.blocks) and memory.cached_share):
             raise ValueError(
                 f"prefix_cache.{below} needs host_memory.cache_share: blocks go down one tier at a time"
             )
@@ -185,7 +185,7 @@ class WorkerConfig(ModelServiceConfig):
     def cache_blocks(self, block_bytes: int) -> int:
         """Return the number of host blocks of the prefix cache; 0: it has none, or is off."""
         memory = self.host_memory
-        return memory.blocks_of(memory.cache_share, block_bytes) if self.prefix_cache.enabled else 0
+        return memory.blocks_of(memory.cached_share, block_bytes) if self.prefix_cache.enabled else 0
 
     def lent_blocks(self, block_bytes: int) -> int:
         """Return the number of host blocks for other workers. Raises ConfigError for memory below one."""

@@ -150,6 +150,8 @@ def test_host_memory_is_one_budget_that_cache_pie_and_others_divide() -> None:
     found = settings()
     assert (found.cache_blocks(1 << 20), found.lent_blocks(1 << 20)) == (1024, 0)
     assert found.host_memory.bytes_of(found.host_memory.pie_share, 1) == 256 << 20
+    lending = settings(host_memory__lent_share="0.5")
+    assert (lending.cache_blocks(1 << 20), lending.lent_blocks(1 << 20)) == (512, 640)
     thirds = settings(
         host_memory__blocks="21", host_memory__cache_share="0.3334", host_memory__lent_share="0.6666"
     )

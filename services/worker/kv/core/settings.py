@@ -8,6 +8,7 @@ from services.worker.kv.core.eviction import ORDERS
 
 _MEBIBYTE = 1 << 20
 _ROUNDING = 1e-9
+_CACHE_SHARE = 0.8
 
 
 class HostMemoryConfig(BaseModel):
@@ -18,17 +19,22 @@ class HostMemoryConfig(BaseModel):
 
     mb: int = Field(default=1280, ge=0, description="host memory for KV, in MiB")
     blocks: int = Field(default=0, ge=0, description="the same in KV blocks; 0: use mb")
-    cache_share: float = Field(
-        default=0.8, ge=0, le=1, description="share for the prefix cache's evicted blocks"
+    cache_share: float | None = Field(
+        default=None, ge=0, le=1, description="share for the prefix cache; unset: 0.8 of what is not lent"
     )
     lent_share: float = Field(
         default=0.0, ge=0, le=1, description="share for blocks of other workers; the rest is Pie's"
     )
 
     @property
+    def cached_share(self) -> float:
+        """Share for the prefix cache's evicted blocks."""
+        return _CACHE_SHARE * (1.0 - self.lent_share) if self.cache_share is None else self.cache_share
+
+    @property
     def pie_share(self) -> float:
         """Share for blocks that Pie moves out of the device."""
-        rest = 1.0 - self.cache_share - self.lent_share
+        rest = 1.0 - self.cached_share - self.lent_share
         return rest if rest > _ROUNDING else 0.0
 
     def bytes_of(self, share: float, block_bytes: int) -> int:
@@ -41,7 +47,7 @@ class HostMemoryConfig(BaseModel):
 
     @model_validator(mode="after")
     def _shares_of_one_whole(self) -> "HostMemoryConfig":
-        if self.cache_share + self.lent_share > 1 + _ROUNDING:
+        if self.cached_share + self.lent_share > 1 + _ROUNDING:
             raise ValueError("cache_share and lent_share are of one memory and exceed 1: lower one")
         return self
 
