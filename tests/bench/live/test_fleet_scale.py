@@ -33,6 +33,7 @@ def test_an_answer_is_the_simulated_engines_or_has_changed() -> None:
 
 
 @pytest.mark.stack
+@pytest.mark.slow
 def test_two_fleets_are_measured_by_process(tmp_path: Path) -> None:
     words = ("--workers", "2", "4", "--step-s", "0.2", "--tokens", "4", "--seconds", "2", "--settings")
     outcome = (
