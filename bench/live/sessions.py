@@ -177,6 +177,7 @@ def _measured(
 ) -> Found:
     flags, folder = context.arguments, context.run_dir / f"{servers}-{name}-{seed}"
     talks, halves = [Talk(session) for session in sessions], (0.5, 1.0) if name in _HALVED else (1.0,)
+    folder.mkdir(parents=True)
     with ExitStack() as running:
         for half in halves:
             if half == halves[0] or name == "restarted":
