@@ -62,7 +62,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--heartbeat-s", type=float, default=1.0, help="of workers; timeouts are 8 to 12 [%(default)s]")
     add("--tokens", type=int, help="of an answer [12, quick: 6]")
     add("--seconds", type=float, help="that are measured, idle and loaded [30, quick: 8]")
-    add("--schedulers", type=int, default=1, help="shards of the scheduler [%(default)s]")
+    add("--schedulers", type=int, default=1, help="that share the fleet [%(default)s]")
     add("--settings", nargs="+", default=[], metavar="KEY=VALUE", help="of the stack")
     add("--simulate", metavar="WORKERSxREQUESTS", help="in the simulator instead, as 1000x1000000")
     add("--kills", action="store_true", help="kill services and a tenth of the workers: 0 lost, 0 changed?")
@@ -101,8 +101,6 @@ def run(context: Context) -> Outcome:
     settings = dict(pair.partition("=")[::2] for pair in flags.settings)
     if not all(settings.values()):
         raise ConfigError("write settings as section.key=value", param="settings")
-    if flags.schedulers > 1:
-        settings["scheduler.shards"] = str(flags.schedulers)
     plan = Plan(
         flags.step_s or (1.0 if quick else 2.0),
         flags.tokens or (6 if quick else 12),
@@ -143,7 +141,11 @@ def _stack(context: Context, plan: Plan, settings: Mapping[str, str], workers: i
         "gateway.frame_timeout_s": _SILENT_STEPS * plan.step_s,
         **{f"{service}.worker_timeout_s": beats * beat_s for service, beats in timeouts.items()},
     }
-    told = {"ENGINE": "simulated", "WORKERS_PER_PROCESS": str(_TOGETHER)}
+    told = {
+        "ENGINE": "simulated",
+        "WORKERS_PER_PROCESS": str(_TOGETHER),
+        "SCHEDULERS": str(context.arguments.schedulers),
+    }
     environ = {f"{ENV_PREFIX}STACK__{name}": value for name, value in told.items()}
     run_dir = context.run_dir / f"stack-{workers}"
     return start_stack(run_dir, {**scaled, **settings}, workers=workers, environ={**ONE_THREAD, **environ})
