@@ -16,7 +16,7 @@ from services.scheduler.core.sequence import Phase
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.reporting import TermReport
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener
+from shared.bus import Bus, Endpoint, Handler, Listener, until_first
 from shared.clock import monotonic_s
 from shared.errors import (
     InvalidRequest,
@@ -156,26 +156,19 @@ class Term:
             **self._report.hits,
         }
 
-    async def attach(self) -> None:
-        """Begin to receive messages. Raise the errors of `Bus.attach`."""
-        await self._bus.attach((*_handlers(self._shard), *map(_steps_of, self._subscribed)), self)
-
-    async def detach(self) -> None:
-        """End receiving messages."""
-        await self._bus.detach((*_handlers(self._shard), *map(_steps_of, self._subscribed)), self)
+    def _subscriptions(self) -> tuple[Handler, ...]:
+        return (*_handlers(self._shard), *map(_steps_of, self._subscribed))
 
     async def run(self) -> None:
-        """Run until a core steps down or the task is cancelled."""
-        works = (self._send(), self._tick(), self._announce(), self._subscribe(), self._ended.wait())
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(work) for work in works]
+        """Receive messages until a core steps down or the task is cancelled. Raise the errors of
+        `Bus.attach`."""
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await self._bus.attach(self._subscriptions(), self)
+            await until_first(
+                self._send(), self._tick(), self._announce(), self._subscribe(), self._ended.wait()
+            )
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._bus.detach(self._subscriptions(), self)
             for cell in self._cells:
                 await cell.close()
             if self._report.spans is not None:

@@ -13,7 +13,16 @@ from services.scheduler.core.fair_share import FairShare
 from services.scheduler.leader_term import Term
 from services.scheduler.policy import find_policy
 from shared import metrics, subjects, watchdog
-from shared.bus import Bus, Lease, Listener, fenced, recorder_handlers, status_handlers, status_of
+from shared.bus import (
+    Bus,
+    Lease,
+    Listener,
+    fenced,
+    recorder_handlers,
+    status_handlers,
+    status_of,
+    until_first,
+)
 from shared.clock import monotonic_s
 from shared.errors import NotLeader, PermissionRefused, PolicyFailed, UnavailableError
 from shared.log import canonical, get_logger
@@ -119,15 +128,7 @@ class SchedulerService:
         except PermissionRefused as error:  # nats-server runs since an earlier release
             _log.warning("other schedulers' shards are not known: %s", error.message)
         shards = [Shard(number, self._config.shards) for number in range(self._config.shards)]
-        tasks = [asyncio.create_task(work) for work in (self._meet(), *map(self._stand_for, shards))]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await until_first(self._meet(), *map(self._stand_for, shards))
 
     async def _meet(self) -> None:
         """Tell the others which shards this instance leads, and give back those that are too many."""
@@ -214,18 +215,9 @@ class SchedulerService:
         self._account_for()
         which = {} if shard.count == 1 else {"shard": shard.number}
         canonical(_log, "leading", epoch=epoch, policy=self._config.policy, **which)
-        tasks = [asyncio.create_task(self._keep(lease))]
         try:
-            await term.attach()
-            tasks.append(asyncio.create_task(term.run()))
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await until_first(self._keep(lease), term.run())
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await term.detach()
             highest[shard.number] = max(highest[shard.number], term.epoch, term.heard_epoch)
             reason = term.end_reason or "lease lost, or stopping"
             canonical(_log, "standing by", epoch=term.epoch, reason=reason, **which)

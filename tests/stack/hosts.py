@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.stack import compose
 from services.stack.container import variables
 from tests.nats_server import nats_server_binary
@@ -159,7 +161,7 @@ class Fleet:
                 self._await(host, name)
 
     def environment(self, host: Host, name: str) -> dict[str, str]:
-        """What that host knows: its instance's credential and the servers, its own or the nearest first."""
+        """Return the host's settings: its instances' credentials, and the servers, the nearest first."""
         service = name.partition("-")[0]
         file = self.secrets / ("workers" if service == "worker" else "") / f"{name}.env"
         told = variables(file)
@@ -175,7 +177,7 @@ class Fleet:
         return told | {key: value for key, value in self.settings.items() if key.startswith(section)}
 
     def details(self, name: str) -> dict[str, Any]:
-        """What an instance tells of itself."""
+        """Return the status of an instance."""
         host = next(host for host, names in zip(self.hosts, self.layout, strict=True) if name in names)
         argv = (sys.executable, "-m", "services.stack.healthcheck", name)
         said = host.run(*argv, env=self.environment(host, name))
@@ -233,7 +235,10 @@ class Fleet:
 
 @contextmanager
 def fleet(folder: Path, layout: Sequence[Sequence[str]], settings: Mapping[str, str]) -> Iterator[Fleet]:
-    """A fleet for the length of a `with` block; it leaves no process and no namespace behind."""
+    """A fleet for the length of a `with` block; it leaves no process and no namespace behind. Skip the test
+    where the machine cannot have one."""
+    if why := obstacle():
+        pytest.skip(why)
     with ExitStack() as ending:
         running = Fleet(folder, layout, settings)
         ending.callback(running.stop)

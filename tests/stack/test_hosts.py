@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.stack.client import Answer, Question, assert_same
-from tests.stack.hosts import Fleet, fleet, obstacle
+from tests.stack.hosts import Fleet, fleet
 from tests.stack.prompts import long_questions
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -32,8 +32,6 @@ SETTLED_S = 12.0
 
 @pytest.fixture(scope="module")
 def four_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    if why := obstacle():
-        pytest.skip(why)
     with fleet(tmp_path_factory.mktemp("hosts"), LAYOUT, SETTINGS) as running:
         yield running
 

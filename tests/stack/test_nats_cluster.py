@@ -66,7 +66,7 @@ async def test_a_server_that_hangs(clustered: RunningStack, undisturbed: list[An
 
 
 def site_config(hub: RunningStack, port: int, hub_port: int, worker: str) -> str:
-    """What docs/hosts.md says of a site's nats-server: its own users, and a line to the hub."""
+    """Return the configuration of a site's nats-server as docs/hosts.md describes it."""
     before, _, rest = (hub.run_dir / "nats.conf").read_text().partition("    users: [\n")
     users = next(line for line in rest.splitlines() if f'user: "{worker}"' in line)
     accounts = re.sub(

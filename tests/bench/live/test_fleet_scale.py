@@ -1,4 +1,4 @@
-"""What the bench of large fleets measures: a small one of it, its checks, and its simulation."""
+"""`bench fleet-scale`: two small fleets, the checks of answers, and the simulation."""
 
 from pathlib import Path
 
