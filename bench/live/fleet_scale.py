@@ -132,7 +132,8 @@ def run(context: Context) -> Outcome:
 
 
 def _stack(context: Context, plan: Plan, settings: Mapping[str, str], workers: int) -> Stack:
-    speed, beat_s = _DECODE_S / plan.step_s, context.arguments.heartbeat_s
+    flags = context.arguments
+    speed, beat_s = _DECODE_S / plan.step_s, flags.heartbeat_s
     timeouts = {"scheduler": 8, "placement": 8, "ledger": 8, "gateway": 12}
     scaled = {
         "worker.simulated.speed": speed,
@@ -141,12 +142,8 @@ def _stack(context: Context, plan: Plan, settings: Mapping[str, str], workers: i
         "gateway.frame_timeout_s": _SILENT_STEPS * plan.step_s,
         **{f"{service}.worker_timeout_s": beats * beat_s for service, beats in timeouts.items()},
     }
-    told = {
-        "ENGINE": "simulated",
-        "WORKERS_PER_PROCESS": str(_TOGETHER),
-        "SCHEDULERS": str(context.arguments.schedulers),
-    }
-    environ = {f"{ENV_PREFIX}STACK__{name}": value for name, value in told.items()}
+    told = {"ENGINE": "simulated", "WORKERS_PER_PROCESS": _TOGETHER, "SCHEDULERS": flags.schedulers}
+    environ = {f"{ENV_PREFIX}STACK__{name}": str(value) for name, value in told.items()}
     run_dir = context.run_dir / f"stack-{workers}"
     return start_stack(run_dir, {**scaled, **settings}, workers=workers, environ={**ONE_THREAD, **environ})
 

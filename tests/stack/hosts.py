@@ -235,8 +235,7 @@ class Fleet:
 
 @contextmanager
 def fleet(folder: Path, layout: Sequence[Sequence[str]], settings: Mapping[str, str]) -> Iterator[Fleet]:
-    """A fleet for the length of a `with` block; it leaves no process and no namespace behind. Skip the test
-    where the machine cannot have one."""
+    """A fleet for the length of a `with` block, which leaves nothing behind; else skip the test."""
     if why := obstacle():
         pytest.skip(why)
     with ExitStack() as ending:
