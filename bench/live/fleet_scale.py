@@ -91,6 +91,14 @@ class Spent:
     steps: float = 0.0
     tokens: int = 0
     requests: int = 0
+    busiest_s: float = 0.0
+    """Processor seconds of the busiest scheduler."""
+
+
+def carried_steps_s(idle: Spent, busy: Spent) -> float:
+    """Return the steps a second at which the busiest scheduler would use a whole core."""
+    rests = idle.busiest_s / idle.took_s
+    return (1 - rests) / (busy.busiest_s / busy.took_s - rests) * busy.steps / busy.took_s
 
 
 def run(context: Context) -> Outcome:
@@ -112,13 +120,17 @@ def run(context: Context) -> Outcome:
     idle: dict[int, Spent] = {}
     busy: dict[int, Spent] = {}
     lost = changed = 0
-    with context.progress("fleets", len(counts)) as bar:
-        for workers in counts:
-            with _stack(context, plan, settings, workers) as stack:
+    compared = [(counts[-1], 1)] if flags.schedulers == 2 else []
+    fleets = [*compared, *((workers, flags.schedulers) for workers in counts)]
+    carried: list[float] = []
+    with context.progress("fleets", len(fleets)) as bar:
+        for workers, schedulers in fleets:
+            with _stack(context, plan, settings, workers, schedulers) as stack:
                 idle[workers] = uvloop.run(_idle(stack, plan))
                 busy[workers], result = uvloop.run(_loaded(context, stack, plan, workers))
             if not busy[workers].tokens or not busy[workers].steps:
                 raise InternalError(f"{workers} workers served nothing: {first_error(result.answers)}")
+            carried.append(carried_steps_s(idle[workers], busy[workers]))
             lost, changed = (
                 lost + _lost(result.answers),
                 changed + changed_answers(result.answers, plan.tokens),
@@ -126,12 +138,16 @@ def run(context: Context) -> Outcome:
             if error := first_error(result.answers):
                 context.say(f"{workers} workers: {error}")
             for state, spent in (("idle", idle[workers]), ("busy", busy[workers])):
-                context.record({"workers": workers, "state": state, **vars(spent)}, "cells.jsonl")
+                told = {"workers": workers, "schedulers": schedulers, "state": state, **vars(spent)}
+                context.record(told, "cells.jsonl")
             bar.advance(now=f"{workers} workers")
-    return _outcome(context, idle, busy, {"lost": float(lost), "changed": float(changed)})
+    figures = {"lost": float(lost), "changed": float(changed), f"carried_steps_s_w{counts[-1]}": carried[-1]}
+    if compared:
+        figures["two_schedulers"] = carried[-1] / carried[0]
+    return _outcome(context, idle, busy, figures)
 
 
-def _stack(context: Context, plan: Plan, settings: Mapping[str, str], workers: int) -> Stack:
+def _stack(context: Context, plan: Plan, settings: Mapping[str, str], workers: int, schedulers: int) -> Stack:
     flags = context.arguments
     speed, beat_s = _DECODE_S / plan.step_s, flags.heartbeat_s
     timeouts = {"scheduler": 8, "placement": 8, "ledger": 8, "gateway": 12}
@@ -142,25 +158,16 @@ def _stack(context: Context, plan: Plan, settings: Mapping[str, str], workers: i
         "gateway.frame_timeout_s": _SILENT_STEPS * plan.step_s,
         **{f"{service}.worker_timeout_s": beats * beat_s for service, beats in timeouts.items()},
     }
-    told = {"ENGINE": "simulated", "WORKERS_PER_PROCESS": _TOGETHER, "SCHEDULERS": flags.schedulers}
+    told = {"ENGINE": "simulated", "WORKERS_PER_PROCESS": _TOGETHER, "SCHEDULERS": schedulers}
     environ = {f"{ENV_PREFIX}STACK__{name}": str(value) for name, value in told.items()}
-    run_dir = context.run_dir / f"stack-{workers}"
+    run_dir = context.run_dir / f"stack-{workers}-{schedulers}"
     return start_stack(run_dir, {**scaled, **settings}, workers=workers, environ={**ONE_THREAD, **environ})
 
 
-def _pids(stack: Stack) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {"supervisor": [stack.tree.processes()[0].pid]}
-    for name, pid in stack.pids().items():
-        found.setdefault(name.partition("-")[0], []).append(pid)
-    return found
-
-
 def _cpu_s(stack: Stack) -> dict[str, float]:
-    """Return processor seconds so far, user and system, by kind of process."""
-    return {
-        kind: sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
-        for kind, pids in _pids(stack).items()
-    }
+    """Return processor seconds so far, user and system, by name of the process."""
+    pids = {"supervisor": stack.tree.processes()[0].pid, **stack.pids()}
+    return {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()}
 
 
 def _steps(stack: Stack) -> float:
@@ -185,8 +192,11 @@ async def _window(stack: Stack, seconds: float) -> tuple[Spent, float, float]:
     await asyncio.sleep(seconds)
     after, ended_s = _cpu_s(stack), time.perf_counter()
     steps = await asyncio.to_thread(_steps, stack) - steps
-    used = {kind: max(_TICK_S, after[kind] - before.get(kind, 0.0)) for kind in KINDS if kind in after}
-    return Spent(used, ended_s - began_s, steps), began_s, ended_s
+    used = {name: max(_TICK_S, cpu_s - before.get(name, 0.0)) for name, cpu_s in after.items()}
+    of_kinds = [{name: used[name] for name in used if name.startswith(kind)} for kind in KINDS]
+    sums = {kind: sum(of_kind.values()) for kind, of_kind in zip(KINDS, of_kinds, strict=True) if of_kind}
+    busiest_s = max(of_kinds[KINDS.index("scheduler")].values())
+    return Spent(sums, ended_s - began_s, steps, busiest_s=busiest_s), began_s, ended_s
 
 
 def _bodies(context: Context, plan: Plan, count: int) -> list[dict[str, Any]]:
@@ -338,7 +348,7 @@ def _draw(context: Context, idle: Mapping[int, Spent], busy: Mapping[int, Spent]
 
 
 def _kills(context: Context, plan: Plan, settings: Mapping[str, str], workers: int) -> Outcome:
-    with _stack(context, plan, settings, workers) as stack:
+    with _stack(context, plan, settings, workers, context.arguments.schedulers) as stack:
         time.sleep(_SETTLE_S)
         result = uvloop.run(_under_kills(context, stack, plan, workers))
         stack.until(stack.is_whole, 60.0)

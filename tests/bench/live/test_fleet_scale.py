@@ -7,7 +7,7 @@ from pytest import MonkeyPatch
 
 from bench.kit.load import Answer
 from bench.live import fleet_scale
-from bench.live.fleet_scale import changed_answers, expected_text, growth
+from bench.live.fleet_scale import Spent, carried_steps_s, changed_answers, expected_text, growth
 from bench.registry import find
 from shared.errors import ConfigError
 from sim import rooms
@@ -26,6 +26,11 @@ def test_growth_is_an_exponent_and_small_costs_have_none() -> None:
     assert growth(costs) == {"square": pytest.approx(2.0), "linear": pytest.approx(1.0)}
 
 
+def test_what_a_scheduler_carries_is_extrapolated_to_a_whole_core() -> None:
+    idle, busy = Spent({}, 10.0, busiest_s=1.0), Spent({}, 20.0, steps=1000, busiest_s=6.0)
+    assert carried_steps_s(idle, busy) == pytest.approx(0.9 / (0.2 / 50))
+
+
 def test_an_answer_is_the_simulated_engines_or_has_changed() -> None:
     right, other, failed = (Answer(0.0, pieces=[expected_text(seed, 5)]) for seed in (0, 2, 1))
     failed.error = "refused"
@@ -35,7 +40,8 @@ def test_an_answer_is_the_simulated_engines_or_has_changed() -> None:
 @pytest.mark.stack
 @pytest.mark.slow
 def test_two_fleets_are_measured_by_process(tmp_path: Path) -> None:
-    words = ("--workers", "2", "4", "--step-s", "0.2", "--tokens", "4", "--seconds", "2", "--settings")
+    words = ("--workers", "2", "4", "--step-s", "0.2", "--tokens", "4", "--seconds", "2", "--schedulers", "2")
+    words = (*words, "--settings")
     outcome = (
         find("fleet-scale")
         .load()
@@ -43,7 +49,8 @@ def test_two_fleets_are_measured_by_process(tmp_path: Path) -> None:
     )
     figures = outcome.figures
     assert (figures["lost"], figures["changed"], outcome.failures) == (0, 0, 0)
-    assert all(figures[f"{name}_w4"] > 0 for name in ("scheduler_us_per_step", "control_us_per_token"))
+    told = ("scheduler_us_per_step_w4", "control_us_per_token_w4", "two_schedulers")
+    assert all(figures[name] > 0 for name in told)
     assert [row[0] for row in outcome.tables[0].rows] == list(fleet_scale.KINDS)
 
 
