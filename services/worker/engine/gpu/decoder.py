@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from services.worker.engine.attention import PagedAttention
+from services.worker.engine.contract import most_sequences
 from services.worker.engine.gpu.attention import attend_paged, compile_ahead, rotate_and_write
 from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.graphs import CudaCapture, DecodeGraphs, GraphLimits
@@ -27,9 +28,6 @@ from services.worker.engine.native.families import (
 )
 from services.worker.engine.paged import to_device
 
-MAX_BATCH = 128
-"""Default largest batch of a graph."""
-
 
 def is_computable(module: Any) -> bool:
     """Return whether `CudaDecoder` supports a causal language model. It rotates whole heads only."""
@@ -42,13 +40,15 @@ def with_graphs(
     backend: TritonBackend,
     max_positions: int,
     *,
-    max_batch: int = MAX_BATCH,
+    max_batch: int = 0,
     gate: PagedAttention | None = None,
     windows: Sequence[int] = (),
 ) -> DecodeGraphs:
     """Return a `forward.Forward` for a CUDA device, with its decodes captured as graphs.
 
+    `max_batch`: largest batch of a graph; 0: as many sequences as the pools are meant for.
     `gate` waits for each layer's KV. `windows`: `LayerShape.window_tokens` of each layer, if any has one."""
+    max_batch = max_batch or most_sequences(len(backend.pools[0][0]) * backend.block_tokens)
     limits = GraphLimits(max_batch, -(-max_positions // backend.block_tokens))
     decoder = CudaDecoder(module, backend, max_positions, gate, windows)
     decoder.compile_ahead()
