@@ -26,8 +26,12 @@ class SchedulerConfig(ServiceConfig):
         default="policy", description="order in which sequences wait for a worker"
     )
     chunked_prefill: bool = Field(default=True, description="cut prompts to the token budget")
-    max_batch_sequences: int = Field(default=64, ge=1, description="sequences that run at once in one worker")
-    token_budget: int = Field(default=512, ge=1, description="tokens per step, prompt chunks included")
+    max_batch_sequences: int = Field(
+        default=64, ge=1, description="sequences that run at once in one worker; unset: more on GPUs"
+    )
+    token_budget: int = Field(
+        default=512, ge=1, description="tokens per step, prompt chunks included; unset: more on GPUs"
+    )
     max_steps: int = Field(default=8, ge=1, description="steps of one plan while nothing can change")
     worker_timeout_s: float = Field(default=2.0, gt=0, description="a worker silent for so long is lost")
     gateway_timeout_s: float = Field(
@@ -100,6 +104,7 @@ class SchedulerConfig(ServiceConfig):
                 max_steps=self.max_steps,
                 options=self.policy_options,
             ),
+            sized_by_workers=self.model_fields_set.isdisjoint({"max_batch_sequences", "token_budget"}),
             queue=None if self.queue == "policy" else QueueOrder(self.queue),
             worker_timeout_s=self.worker_timeout_s,
             gateway_timeout_s=self.gateway_timeout_s,

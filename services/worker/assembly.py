@@ -95,6 +95,7 @@ def core_of(
         host=host,
         weights=engine.weights,
         fingerprint=engine.fingerprint if isinstance(engine, CacheableEngine) else b"",
+        carries=engine.carries,
     )
     limits = SequenceLimits(
         max_context_tokens=engine.max_positions if isinstance(pool, ExtendedPool) else own_tokens,

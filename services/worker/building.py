@@ -12,7 +12,7 @@ import torch
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
-from services.worker.engine.engine import TorchEngine, decode_cost, prefill_tokens_per_s, warm_up
+from services.worker.engine.engine import TorchEngine, carried, decode_cost, prefill_tokens_per_s, warm_up
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import KV_DTYPES, fetch, load
 from services.worker.engine.progress import LoadProgress
@@ -93,6 +93,10 @@ def build(config: WorkerConfig, progress: LoadProgress | None = None) -> TorchEn
             canonical(_log, "decoding step timed", **told)
     if engine.device_type == "cpu":
         _give_back(engine)
+    else:
+        engine.carries = carried(engine, kv_blocks)
+        sequences, step_tokens = engine.carries
+        canonical(_log, "batches sized by the GPU", sequences=sequences, step_tokens=step_tokens)
     gc.collect()
     gc.freeze()  # Keeps collections during a step short.
     return engine

@@ -55,6 +55,8 @@ def build_vllm(config: WorkerConfig) -> VllmEngine:
     )
     warm_up(engine)
     engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, engine.kv_blocks)
+    if config.device != "cpu":
+        engine.carries = config.vllm.max_rows, config.vllm.max_step_tokens
     canonical(
         _log,
         "vLLM is warm",

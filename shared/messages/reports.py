@@ -170,6 +170,10 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     block_tokens: PositiveCount
     max_context_tokens: Count
     """Maximum prompt + answer: the model's limit, or the KV capacity if smaller."""
+    batch_sequences: Count = 0
+    """Sequences that its device carries at once; 0: as many as the scheduler's default."""
+    step_tokens: Count = 0
+    """Tokens that its device carries in a step; 0 likewise."""
     capacity: Capacity
     sequences: tuple[SequenceReport, ...] = ()
     host: Text = ""

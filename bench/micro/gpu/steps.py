@@ -120,7 +120,7 @@ def random_pools(shape: Shape, blocks: int, device: torch.device) -> list[tuple[
 def measure_step(module: Any, shape: Shape, batch: int, context_tokens: int, device: torch.device) -> float:
     """Return the seconds of a decode step in the engine, with its copy of the block tables to the device."""
     from services.worker.engine.gpu.backend import TritonBackend
-    from services.worker.engine.gpu.llama import with_graphs
+    from services.worker.engine.gpu.decoder import with_graphs
     from services.worker.engine.spans import Span, pack
 
     blocks = context_tokens // BLOCK_TOKENS

@@ -6,6 +6,7 @@ there continue, stale attempts are dropped, and starts that never arrived are pl
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 from services.scheduler.core.effects import (
     AskSnapshot,
@@ -60,7 +61,11 @@ def adopt_snapshot(
         adopted.append((sequence, listed))
     effects += _note_missing(roster, pipeline, {sequence.key for sequence, _ in adopted}, now_s)
     shape = WorkerShape(snapshot.block_tokens, planned_capacity_blocks(snapshot))
-    policy = GuardedPolicy(make_policy, shape, roster.rules.settings)
+    settings = roster.rules.settings
+    if roster.rules.sized_by_workers and snapshot.batch_sequences:
+        sizes = snapshot.batch_sequences, max(snapshot.batch_sequences, snapshot.step_tokens)
+        settings = replace(settings, max_batch_sequences=sizes[0], token_budget=sizes[1])
+    policy = GuardedPolicy(make_policy, shape, settings)
     policy.on_measured(snapshot.prefill_tokens_per_s, snapshot.decode_step_s, now_s)
     for sequence, listed in adopted:
         decoding = listed.state is SequenceState.DECODING

@@ -59,6 +59,7 @@ class Rules:
     """Rules of one core."""
 
     settings: PolicySettings = field(default_factory=PolicySettings)
+    sized_by_workers: bool = False  # batches are as large as a worker's device carries, if it tells
     outstanding_steps: int = 2  # least steps left at a worker, the running one included, before the next plan
     ahead_s: float = 0.008  # least time ahead where steps are short; an arrival may cut such plans
     valid_for_s: float = 5.0  # after which a worker gives up a plan

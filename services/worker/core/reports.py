@@ -32,6 +32,8 @@ class Identity:
     """Digest of the model's configuration and weights."""
     fingerprint: bytes = b""
     """Must agree for KV to be exchanged; empty: this engine cannot exchange KV."""
+    carries: tuple[int, int] = (0, 0)
+    """See `engine.contract.Engine`."""
 
 
 class StepReports:

@@ -299,6 +299,8 @@ class StepCore:
             model=self._identity.model,
             block_tokens=pool.block_tokens,
             max_context_tokens=self._identity.max_context_tokens,
+            batch_sequences=self._identity.carries[0],
+            step_tokens=self._identity.carries[1],
             capacity=capacity_of(pool),
             sequences=self._table.reports(now_s),
             host=self._identity.host,

@@ -102,6 +102,11 @@ class StepTicket(Protocol):
         order of the steps, and after the tokens of the step before were appended to their sequences."""
 
 
+def most_sequences(kv_tokens: int) -> int:
+    """Return how many sequences of 1,024 tokens a GPU's KV holds, from 64 to 256."""
+    return min(256, max(64, kv_tokens // 1024))
+
+
 class Engine(Protocol):
     """An engine; called from one thread."""
 
@@ -113,6 +118,8 @@ class Engine(Protocol):
     """Hex digest of the model's configuration and weights."""
     prefill_tokens_per_s: float
     """Prefill throughput as profiled at the start; 0: not profiled."""
+    carries: tuple[int, int]
+    """Sequences of a batch and tokens of a step that a GPU carries; zeros: the scheduler's defaults."""
 
     def step(self, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         """Compute all rows, write their KV, and return one sampled token per row.

@@ -8,7 +8,7 @@ import torch
 from services.worker.core.decodes import DecodeBatch, Int64s
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.attention import LayerShape, PagedAttention, make_pools
-from services.worker.engine.contract import Engine, Row, StepRows
+from services.worker.engine.contract import Engine, Row, StepRows, most_sequences
 from services.worker.engine.forward import make_forward
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.launched import Launched
@@ -48,6 +48,7 @@ class TorchEngine:
     them. With `pie`, the memory of `kv_blocks` serves more blocks, because some layers move to the host."""
 
     prefill_tokens_per_s = 0.0
+    carries = (0, 0)
     is_divisible = True
 
     def __init__(
@@ -341,6 +342,7 @@ _ROUNDS = 3
 _DECODE_ROWS = 8
 _MOST_ROUNDS, _SHORT_S = 30, 0.1
 """Decodes repeat until they take 0.1 s, at most 30 times: a busy machine interrupts some."""
+_LEAST_STEP_TOKENS, _TIMED_TOKENS, _MOST_STEP_TOKENS, _STEP_S = 512, 4096, 8192, 0.25
 _LONG_S = 1.0
 """Total seconds after which prefill profiling stops."""
 _GREEDY = SamplePoint(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0)
@@ -371,11 +373,31 @@ def prefill_tokens_per_s(engine: Engine, blocks: int, clock: Clock = monotonic_s
     tokens = min(CHUNK_TOKENS, blocks * engine.block_tokens, engine.max_positions)
     if tokens < LEAST_TOKENS:
         return 0.0
+    fastest_s = _prefill_s(engine, tokens, clock)
+    return tokens / fastest_s if fastest_s > 0 else 0.0
+
+
+def carried(engine: Engine, blocks: int, clock: Clock = monotonic_s) -> tuple[int, int]:
+    """Return the sequences of a batch and the tokens of a step that a GPU carries.
+
+    Sequences by the KV, at 1,024 tokens each; tokens by two timed prompts, for steps of 0.25 s. Overwrites
+    the first blocks."""
+    kv_tokens = blocks * engine.block_tokens
+    sequences, tokens = most_sequences(kv_tokens), _LEAST_STEP_TOKENS
+    many = min(_TIMED_TOKENS, kv_tokens, engine.max_positions)
+    if many > tokens:
+        few_s, many_s = (_prefill_s(engine, each, clock) for each in (tokens, many))
+        cost = DecodeCost.of((tokens, few_s), (many, many_s))
+        while tokens < _MOST_STEP_TOKENS and cost.fixed_s + 2 * tokens * cost.row_s <= _STEP_S:
+            tokens *= 2
+    return sequences, tokens
+
+
+def _prefill_s(engine: Engine, tokens: int, clock: Clock) -> float:
     rows = [Row([0] * tokens, 0, list(range(-(-tokens // engine.block_tokens))), _GREEDY)]
     took_s: list[float] = []
     while len(took_s) < _ROUNDS and sum(took_s) < _LONG_S:
         began_s = clock()
         engine.step(rows)
         took_s.append(clock() - began_s)
-    fastest_s = min(took_s[1:] or took_s)
-    return tokens / fastest_s if fastest_s > 0 else 0.0
+    return min(took_s[1:] or took_s)

@@ -88,8 +88,9 @@ class LoadedModel:
 
 def native_obstacle(module: Any, library: Any) -> str:
     """Return why the native step does not compute a module; empty if it does."""
-    if next(module.parameters()).dtype is not torch.float32:
-        return "the native step computes in float32"
+    first = next(module.parameters())
+    if first.dtype is not torch.float32 or first.device.type != "cpu":
+        return "the native step computes on CPUs, in float32"
     return obstacle(module) or (
         "" if library is not None else "there is no native library, or attention is torch"
     )

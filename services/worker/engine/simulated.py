@@ -49,6 +49,8 @@ class SimulatedEngine:
 
     Other workers may hold blocks if `remote_cost` is given."""
 
+    carries = (0, 0)
+
     def __init__(
         self,
         *,

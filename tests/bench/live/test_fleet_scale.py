@@ -40,13 +40,9 @@ def test_an_answer_is_the_simulated_engines_or_has_changed() -> None:
 @pytest.mark.stack
 @pytest.mark.slow
 def test_two_fleets_are_measured_by_process(tmp_path: Path) -> None:
-    words = ("--workers", "2", "4", "--step-s", "0.2", "--tokens", "4", "--seconds", "2", "--schedulers", "2")
-    words = (*words, "--settings")
-    outcome = (
-        find("fleet-scale")
-        .load()
-        .run(context_of("fleet-scale", tmp_path, *words, "scheduler.max_batch_sequences=32"))
-    )
+    words = ("--workers", "2", "4", "--step-s", "0.2", "--tokens", "4", "--seconds", "2")
+    how = (*words, "--schedulers", "2", "--settings", "scheduler.max_batch_sequences=32")
+    outcome = find("fleet-scale").load().run(context_of("fleet-scale", tmp_path, *how))
     figures = outcome.figures
     assert (figures["lost"], figures["changed"], outcome.failures) == (0, 0, 0)
     told = ("scheduler_us_per_step_w4", "control_us_per_token_w4", "two_schedulers")

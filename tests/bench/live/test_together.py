@@ -185,6 +185,7 @@ class AddingEngine:
     block_tokens = 4
     weights = ""
     prefill_tokens_per_s = 0.0
+    carries = (0, 0)
 
     def __init__(self, kv_blocks: int = 64) -> None:
         self.kv_blocks = kv_blocks

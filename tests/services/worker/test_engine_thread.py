@@ -34,6 +34,7 @@ class CountingEngine:
     block_tokens = BLOCK_TOKENS
     weights = ""
     prefill_tokens_per_s = 0.0
+    carries = (0, 0)
 
     def __init__(self, *, broken: bool = False) -> None:
         self.broken = broken

@@ -1,4 +1,4 @@
-"""Functions that launch the Triton kernels: attention over paged KV, KV writes, rotation and SiLU.
+"""Functions that launch the Triton kernels: attention over paged KV, KV writes and rotation.
 
 Pools are as in `engine.paged`, contiguous. All tensors of a call are on one CUDA device, or in host memory
 if TRITON_INTERPRET=1 is set on import (slow; for tests). A CUDA graph can capture the calls."""
@@ -23,7 +23,6 @@ from services.worker.engine.gpu.spans import (
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_LANES = 16
-_GATE_LANES = 1024
 _TILE_BYTES = 16384
 """Shared memory of a tile of keys; values need as much, and each pipeline stage needs both."""
 _DEEP_PIPELINE_BYTES = 160 * 1024
@@ -146,20 +145,24 @@ def rotate_and_write(
     slots: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> None:
     """Apply rotary embedding, to queries in place, and write keys and values to `slots`.
 
     `joined` `[rows, q_heads + 2 · kv_heads, head_dim]`, contiguous: queries, keys, values. `angles`: cosines
-    and sines, fp32 `[positions, head_dim / 2]`; `positions`, `slots` int64 `[rows]`."""
+    and sines, fp32 `[positions, head_dim / 2]`; `positions`, `slots` int64 `[rows]`. `norms`: weights
+    `[head_dim]` and epsilon of RMS norms of queries and keys before the rotation."""
     _check(k_pool, v_pool)
     rows, heads, head_dim = joined.shape
     kv_heads = k_pool.shape[1]
     if not joined.is_contiguous() or head_dim != k_pool.shape[2] or head_dim != v_pool.shape[3]:
         raise ValueError(f"joined heads {tuple(joined.shape)} do not fit these pools")
+    query_norm, key_norm, eps = norms or (joined, joined, 0.0)
     launch(
         kernels.rotate_write_kernel,
         (rows, heads),
-        (joined, *angles, positions, slots, k_pool, v_pool),
+        (joined, *angles, positions, slots, k_pool, v_pool, query_norm, key_norm, eps),
+        HAS_NORMS=norms is not None,
         Q_HEADS=heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
@@ -167,15 +170,6 @@ def rotate_and_write(
         BLOCK_TOKENS=k_pool.shape[3],
         num_warps=1,
     )
-
-
-def gated(joined: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) · up of `[rows, 2 · width]`, contiguous."""
-    rows, both = joined.shape
-    output = joined.new_empty(rows, both // 2)
-    grid = (rows, triton.cdiv(both // 2, _GATE_LANES))
-    launch(kernels.gate_kernel, grid, (joined, output), WIDTH=both // 2, LANES=_GATE_LANES, num_warps=4)
-    return output
 
 
 def pool_shape(k_pool: torch.Tensor, v_pool: torch.Tensor) -> dict[str, int]:

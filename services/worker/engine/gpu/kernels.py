@@ -246,6 +246,10 @@ def rotate_write_kernel(
     slots,  # int64 [rows]; below 0: keys and values are not written
     key_pool,
     value_pool,
+    query_norm,  # [HEAD_DIM], with HAS_NORMS
+    key_norm,
+    eps,
+    HAS_NORMS: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # HEAD_DIM / 2
@@ -269,8 +273,21 @@ def rotate_write_kernel(
         angle = tl.load(positions + row) * HALF + half
         cos = tl.load(cosine + angle, mask=inside, other=0.0)
         sin = tl.load(sine + angle, mask=inside, other=0.0)
-        turned_low = low.to(tl.float32) * cos - high.to(tl.float32) * sin
-        turned_high = high.to(tl.float32) * cos + low.to(tl.float32) * sin
+        left = low.to(tl.float32)
+        right = high.to(tl.float32)
+        if HAS_NORMS:
+            squares = tl.sum(left * left, 0) + tl.sum(right * right, 0)
+            scale = tl.rsqrt(squares / (2 * HALF) + eps)
+            is_query = inside & (head < Q_HEADS)
+            is_key = inside & (head >= Q_HEADS)
+            for_low = tl.load(query_norm + half, mask=is_query, other=0.0).to(tl.float32)
+            for_low += tl.load(key_norm + half, mask=is_key, other=0.0).to(tl.float32)
+            for_high = tl.load(query_norm + HALF + half, mask=is_query, other=0.0).to(tl.float32)
+            for_high += tl.load(key_norm + HALF + half, mask=is_key, other=0.0).to(tl.float32)
+            left = left * scale * for_low
+            right = right * scale * for_high
+        turned_low = left * cos - right * sin
+        turned_high = right * cos + left * sin
         if head < Q_HEADS:
             tl.store(source + half, turned_low.to(joined.dtype.element_ty), mask=inside)
             tl.store(source + HALF + half, turned_high.to(joined.dtype.element_ty), mask=inside)
@@ -284,24 +301,6 @@ def rotate_write_kernel(
         target = value_pool + place * (2 * HALF) + half
         tl.store(target, low.to(value_pool.dtype.element_ty), mask=wanted)
         tl.store(target + HALF, high.to(value_pool.dtype.element_ty), mask=wanted)
-
-
-@triton.jit
-def gate_kernel(
-    joined,  # [rows, 2 * WIDTH]: gate, up
-    output,  # [rows, WIDTH]
-    WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Programs (row, piece): silu(gate) * up."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    inside = column < WIDTH
-    gate = tl.load(joined + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(joined + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    small = tl.exp2(-tl.abs(gate) * _LOG2_E)
-    share = tl.where(gate < 0, small, 1.0) / (1.0 + small)
-    tl.store(output + row * WIDTH + column, (gate * share * up).to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["parts", "places"])

@@ -1,11 +1,14 @@
-"""What a decoder layer is made of, by architecture: the table for the native step."""
+"""What a decoder layer is made of, by architecture: the table for the steps in C++ and on CUDA devices."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 _EXPERTS = ("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_ROTARY_CHUNK = 4096
 _MOST_EXPERTS = 512
 """`LLAMA_MOST_EXPERTS` of `llama.h`."""
 GATES = {"silu": 2, "gelu_pytorch_tanh": 3}
@@ -58,13 +61,11 @@ def family_of(module: Any) -> Family:
 
 
 def obstacle(module: Any) -> str:
-    """Return why the native step does not compute a causal language model; empty if it does."""
+    """Return why our own steps do not compute a causal language model; empty if they do."""
     name = type(module).__name__
     if name not in FAMILIES:
         return f"it computes {', '.join(FAMILIES)}, and this is {name}"
     config = module.config
-    if next(module.parameters()).device.type != "cpu":
-        return "it computes on CPUs"
     if activation(config) not in GATES:
         return f"the activation is {activation(config)}"
     if not is_rotation_fixed(config):
@@ -94,6 +95,37 @@ def is_rotation_fixed(config: Any) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [each for each in rope.values() if isinstance(each, dict)] or [rope]
     return all(each.get("rope_type", "default") in _FIXED_ROTATIONS for each in kinds)
+
+
+def norm_weight(norm: Any, offset: float) -> torch.Tensor:
+    """Return the weights of a norm as its family multiplies by them."""
+    weight: torch.Tensor = norm.weight.detach()
+    return (weight.float() + offset).contiguous() if offset else weight
+
+
+def rotations_of(module: Any, positions: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return cosines and sines `[positions, rotated / 2]` of each layer, fp32."""
+    kinds = getattr(module.config, "layer_types", None) or []
+    count = module.config.num_hidden_layers
+    if not isinstance(next(iter((module.config.rope_parameters or {}).values()), None), dict):
+        return [rotation(module, positions)] * count
+    made = {kind: rotation(module, positions, kind) for kind in set(kinds)}
+    return [made[kind] for kind in kinds]
+
+
+def rotation(module: Any, positions: int, kind: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of the module's rotary embedding, `[positions, rotated / 2]` each.
+
+    `kind`: type of the layer, where each has its own."""
+    device = module.lm_head.weight.device
+    like = torch.empty(1, dtype=torch.float32, device=device)
+    parts = []
+    for first in range(0, positions, _ROTARY_CHUNK):
+        chunk = torch.arange(first, min(first + _ROTARY_CHUNK, positions), device=device)[None]
+        cosine, sine = module.model.rotary_emb(like, chunk, *([] if kind is None else [kind]))
+        half = cosine.shape[-1] // 2
+        parts.append((cosine[0, :, :half], sine[0, :, :half]))
+    return torch.cat([part[0] for part in parts]).contiguous(), torch.cat([part[1] for part in parts])
 
 
 def _known(family: Family) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from services.worker.engine.native import grouped
-from services.worker.engine.native.families import family_of
+from services.worker.engine.native.families import family_of, norm_weight, rotations_of
 from services.worker.engine.native.grouped import Grouped
 from services.worker.engine.native.library import ADDRESS, INT32, INT64, declare, fields
 
@@ -25,7 +25,6 @@ _PROTOTYPES = {
     "grouped_pack": (None, (INT32, ADDRESS, ADDRESS, ADDRESS, INT32, INT32, ADDRESS)),
     "matrix_scratch": (INT64, (INT32,)),
 }
-_ROTARY_CHUNK = 4096
 _HALF = 8
 """Columns of each matrix of a pair in a panel of `grouped.h`."""
 _ARENA_FLOATS = 8 << 20
@@ -251,7 +250,7 @@ def pack(
             own.matrices["down"] = packer.pack(read(family.down))
             own.matrices["gate_up"] = packer.pack_pair(*_pair([read(name) for name in family.gates]))
         for name, part in family.norms.items():
-            own.norms[name] = _norm(layer.get_submodule(part), family.norm_offset)
+            own.norms[name] = norm_weight(layer.get_submodule(part), family.norm_offset)
         biases = [layer.get_submodule(name).bias for name in family.heads]
         if biases[0] is not None:
             own.norms["bias"] = torch.cat([bias.detach().float() for bias in biases])
@@ -275,8 +274,8 @@ def pack(
             embedding = packer.pack(found)
     if release:
         _release([module.lm_head, body.embed_tokens] if tied or file else [module.lm_head])
-    rotations = _rotations(module, positions)
-    norm = _norm(body.norm, family.norm_offset)
+    rotations = rotations_of(module, positions)
+    norm = norm_weight(body.norm, family.norm_offset)
     held = [*packer.held, *(part for pair in rotations for part in pair)]
     return ModelWeights(layers, embedding, norm, head, rotations, held, packer.kinds)
 
@@ -328,34 +327,6 @@ def _pair(parts: list[torch.Tensor | Grouped]) -> tuple[torch.Tensor | Grouped, 
 
 def _widened(part: torch.Tensor | Grouped) -> torch.Tensor:
     return part if isinstance(part, torch.Tensor) else part.values()
-
-
-def _norm(norm: Any, offset: float) -> torch.Tensor:
-    weight: torch.Tensor = norm.weight.detach()
-    return (weight.float() + offset).contiguous() if offset else weight
-
-
-def _rotations(module: Any, positions: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    kinds = getattr(module.config, "layer_types", None) or []
-    count = module.config.num_hidden_layers
-    if not isinstance(next(iter((module.config.rope_parameters or {}).values()), None), dict):
-        return [rotation(module, positions)] * count
-    made = {kind: rotation(module, positions, kind) for kind in set(kinds)}
-    return [made[kind] for kind in kinds]
-
-
-def rotation(module: Any, positions: int, kind: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of the module's rotary embedding, `[positions, rotated / 2]` each.
-
-    `kind`: type of the layer, where each has its own."""
-    like = torch.empty(1, dtype=torch.float32)
-    parts = []
-    for first in range(0, positions, _ROTARY_CHUNK):
-        chunk = torch.arange(first, min(first + _ROTARY_CHUNK, positions))[None]
-        cosine, sine = module.model.rotary_emb(like, chunk, *([] if kind is None else [kind]))
-        half = cosine.shape[-1] // 2
-        parts.append((cosine[0, :, :half], sine[0, :, :half]))
-    return torch.cat([part[0] for part in parts]).contiguous(), torch.cat([part[1] for part in parts])
 
 
 def _release(linears: Sequence[Any]) -> None:

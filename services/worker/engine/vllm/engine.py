@@ -22,6 +22,7 @@ class VllmEngine:
     """Implements `ConstrainedEngine` and `CacheableEngine`."""
 
     prefill_tokens_per_s = 0.0
+    carries = (0, 0)
 
     def __init__(
         self,

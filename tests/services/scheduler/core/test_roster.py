@@ -275,6 +275,22 @@ def test_blocks_that_two_share_are_not_capacity_twice() -> None:
     assert pipeline.policy.inner._table.capacity_blocks == 100
 
 
+@pytest.mark.parametrize(
+    ("sized", "told", "found"),
+    [(True, (256, 8192), (256, 8192)), (True, (0, 0), (64, 512)), (False, (256, 8192), (64, 512))],
+)
+def test_a_batch_is_as_large_as_the_workers_device_carries_unless_it_is_set(
+    sized: bool, told: tuple[int, int], found: tuple[int, int]
+) -> None:
+    roster = Roster(Rules(sized_by_workers=sized))
+    pipeline = roster.welcome(snapshot("worker-0"), 1, 0.0)
+    report = msgspec.structs.replace(snapshot("worker-0"), batch_sequences=told[0], step_tokens=told[1])
+    adopt_snapshot(roster, pipeline, report, VllmPolicy, 1.0)
+    assert pipeline.policy is not None and isinstance(pipeline.policy.inner, VllmPolicy)
+    settings = pipeline.policy.inner._settings
+    assert (settings.max_batch_sequences, settings.token_budget) == found
+
+
 def test_a_queued_attempt_that_lives_there_leaves_the_backlog() -> None:
     desk = Desk()
     desk.roster.add(sequence("a"))

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.core.costs import find_cost
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.contract import Row
-from services.worker.engine.engine import TorchEngine, prefill_tokens_per_s, warm_up
+from services.worker.engine.engine import TorchEngine, carried, prefill_tokens_per_s, warm_up
 from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.sampler import with_hidden
+from services.worker.engine.simulated import SimulatedEngine
 from services.worker.kv.core.block_pool import BlockPool
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling
@@ -142,6 +145,37 @@ def test_prefill_is_timed_before_serving(
     times = [100.0 + sum(took_s[: (at + 1) // 2]) for at in range(2 * len(took_s))]
     engine = TorchEngine(describe(make_model("llama")), kv_blocks=blocks, block_tokens=BLOCK_TOKENS)
     assert prefill_tokens_per_s(engine, blocks, iter(times).__next__) == pytest.approx(tokens_per_s)
+
+
+class LinearEngine(SimulatedEngine):
+    """Its prompts take a fixed time, and a time for each token."""
+
+    def __init__(self, fixed_s: float, token_s: float, max_positions: int) -> None:
+        sizes: dict[str, Any] = {"vocabulary": 64, "kv_blocks": 9000, "block_tokens": 16}
+        super().__init__(**sizes, max_positions=max_positions, cost=find_cost("opt-13b-a100"))
+        self.now_s, self._fixed_s, self._token_s = 0.0, fixed_s, token_s
+
+    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        self.now_s += self._fixed_s + self._token_s * sum(len(row.tokens) for row in rows)
+        return []
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "token_s", "positions", "tokens"),
+    [
+        (0.005, 1e-6, 131_072, 8192),
+        (0.005, 1e-4, 131_072, 2048),
+        (0.01, 1.0, 131_072, 512),
+        (0.005, 1e-4, 512, 512),
+    ],
+    ids=["a fast one", "a quarter of a second at most", "a slow one", "a model of short texts"],
+)
+def test_a_step_has_as_many_tokens_as_a_gpu_computes_in_a_quarter_of_a_second(
+    fixed_s: float, token_s: float, positions: int, tokens: int
+) -> None:
+    engine = LinearEngine(fixed_s, token_s, positions)
+    assert carried(engine, engine.kv_blocks, lambda: engine.now_s) == (140, tokens)
+    assert carried(engine, 100, lambda: engine.now_s)[0] == 64 and carried(engine, 1 << 20)[0] == 256
 
 
 EMBEDS = Sampling(seed=0, max_tokens=1, temperature=0.0, top_logprobs=0, embeds=True)

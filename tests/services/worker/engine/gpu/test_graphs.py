@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
-from services.worker.engine.gpu.attention import gated
 from services.worker.engine.gpu.backend import TritonBackend
+from services.worker.engine.gpu.decoder import CudaDecoder, with_graphs
 from services.worker.engine.gpu.graphs import (
     Capture,
     Compute,
@@ -25,7 +25,6 @@ from services.worker.engine.gpu.graphs import (
     Results,
     batch_sizes,
 )
-from services.worker.engine.gpu.llama import CudaLlama, is_computable, with_graphs
 from services.worker.engine.gpu.spans import MOST_TILE_KEYS
 from services.worker.engine.paged import Shape
 from services.worker.engine.spans import Span, pack
@@ -213,48 +212,6 @@ def begin(backend: TritonBackend, spans: list[Span]) -> None:
     backend.begin(spans, 0, pack(spans, backend.block_tokens))
 
 
-@pytest.mark.parametrize("rotation", ["default", "llama3"])
-def test_chunks_and_decodes_say_what_transformers_says(device: torch.device, rotation: str) -> None:
-    rope: dict[str, Any] = {"rope_type": rotation, "rope_theta": 10000.0}
-    if rotation == "llama3":
-        rope |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        rope |= {"original_max_position_embeddings": 32}
-    module = make_module(device, rope_parameters=rope)
-    assert is_computable(module)
-    tokens = torch.randint(WORDS, (2, 30), generator=torch.Generator().manual_seed(1)).to(device)
-    with torch.inference_mode():
-        expected = module(input_ids=tokens).logits
-    joined = copy.deepcopy(module)
-    backend = llama_backend(joined)
-    llama = CudaLlama(joined, backend, POSITIONS)
-    tables = (list(range(0, 8)), list(range(8, 16)))
-    for step in ([(0, 0, 20)], [(0, 20, 1), (1, 0, 28)], [(0, 21, 1), (1, 28, 1)], [(0, 22, 8), (1, 29, 1)]):
-        begin(backend, [Span(first, count, tables[sequence]) for sequence, first, count in step])
-        rows = [(sequence, first + at) for sequence, first, count in step for at in range(count)]
-        sequences, places = (torch.tensor(each, device=device) for each in zip(*rows, strict=True))
-        with torch.inference_mode():
-            logits, _ = llama(tokens[sequences, places], places, torch.arange(len(rows), device=device))
-        torch.testing.assert_close(logits, expected[sequences, places], rtol=1e-4, atol=1e-4)
-
-
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-
-
-@pytest.mark.parametrize(
-    "settings", [{"attention_bias": True}, {"hidden_act": "gelu"}, {"rope_parameters": DYNAMIC}]
-)
-def test_what_it_does_not_know_it_says(settings: dict[str, Any]) -> None:
-    assert not is_computable(make_module(torch.device("cpu"), **settings))
-
-
-def test_gating_survives_values_of_any_size(device: torch.device) -> None:
-    joined = torch.randn(3, 2 * 1500, generator=torch.Generator().manual_seed(2)) * 200
-    gate, up = joined.chunk(2, -1)
-    torch.testing.assert_close(
-        gated(joined.to(device)).cpu(), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5
-    )
-
-
 @pytest.mark.gpu
 def test_captured_decodes_say_what_transformers_says() -> None:
     if not torch.cuda.is_available():
@@ -281,7 +238,7 @@ def test_a_trained_model_writes_what_transformers_would(device: torch.device) ->
     original = factory.from_pretrained(TRAINED, dtype=torch.float32).eval().requires_grad_(False)
     module = copy.deepcopy(original).to(device)
     backend = llama_backend(module, block_tokens=16)
-    llama = CudaLlama(module, backend, max_positions=128)
+    llama = CudaDecoder(module, backend, max_positions=128)
     forward = DecodeGraphs(llama, backend, GraphLimits(max_batch=2, max_blocks=8), capture_for(device))
     forward.capture_all()
     prompts = [tokenizer(prompt).input_ids for prompt in ("What is rain?", "Hello!")]

@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
 from services.worker.engine import attention, engine
 from services.worker.engine.engine import TorchEngine
+from services.worker.engine.gpu import decoder
 from services.worker.engine.gpu import lanes as gpu_lanes
-from services.worker.engine.gpu import llama as gpu_llama
 from services.worker.engine.gpu import streaming as gpu_streaming
 from services.worker.engine.gpu.attention import launch
 from services.worker.engine.gpu.backend import TritonBackend
@@ -177,8 +177,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, cuda: Device) -> None:
     monkeypatch.setattr(engine, "stream_opener", lambda library, device: open_stream)
     monkeypatch.setattr(attention, "_make_triton", make_triton)
     monkeypatch.setattr("services.worker.engine.native.library.choose", lambda *_, **__: None)
-    monkeypatch.setattr(gpu_llama, "CudaCapture", lambda: recording)
-    with_graphs: Any = gpu_llama.with_graphs
+    monkeypatch.setattr(decoder, "CudaCapture", lambda: recording)
+    with_graphs: Any = decoder.with_graphs
     monkeypatch.setitem(with_graphs.__kwdefaults__, "max_batch", 2)
 
 

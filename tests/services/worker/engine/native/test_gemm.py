@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from services.worker.engine.native.families import rotation
 from services.worker.engine.native.library import ADDRESS, INT32, INT64, declare, fields, load
-from services.worker.engine.native.weights import Arena, Gemm, Matrix, pack, rotation
+from services.worker.engine.native.weights import Arena, Gemm, Matrix, pack
 from tests.rounding import assert_within, gated_bound, product_bound
 
 

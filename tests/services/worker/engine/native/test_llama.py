@@ -11,7 +11,7 @@ import transformers
 
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.engine import TorchEngine
-from services.worker.engine.forward import LlamaForward, TransformersForward, make_forward
+from services.worker.engine.forward import TransformersForward, make_forward
 from services.worker.engine.loading import LoadedModel, describe
 from services.worker.engine.native.families import obstacle
 from services.worker.engine.native.library import load
@@ -224,12 +224,8 @@ def test_each_model_takes_the_fastest_pass_that_computes_it() -> None:
     module = make_module("grouped")
     model = describe(module)
     assert isinstance(make_forward(model, paged(model)), NativeLlama)
-    before = copy.deepcopy(dict(module.named_parameters()))
     plain = TorchEngine(model, kv_blocks=8, block_tokens=BLOCK_TOKENS, attention="torch")
-    assert isinstance(plain._forward, LlamaForward)
-    assert all(torch.equal(each, before[name]) for name, each in module.named_parameters()), "joined"
-    storages = (getattr(module.model.layers[0].self_attn, name).weight for name in ("q_proj", "v_proj"))
-    assert len({weight.untyped_storage().data_ptr() for weight in storages}) == 1
+    assert isinstance(plain._forward, TransformersForward)
     stretched = make_module("grouped")
     stretched.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert obstacle(stretched) == "rotations depend on the length"
