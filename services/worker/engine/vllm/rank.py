@@ -3,13 +3,13 @@
 Every rank has all logits and samples the same tokens from them."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from services.worker.core.sampling import Sampled
-from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest
-from services.worker.engine.vllm.seam import Draw
+from services.worker.engine.vllm.draw import StepDraw
+from services.worker.engine.vllm.requests import StepRequests
 from services.worker.engine.vllm.steps import KvPart, Steps, StepsV1
 from services.worker.engine.vllm.steps_v2 import StepsV2
 
@@ -44,14 +44,7 @@ class KvasirRank:
             left.unlink(missing_ok=True)
         return self.kvasir_steps.share(folder, worker.rank)
 
-    def kvasir_step(
-        self,
-        new: Sequence[NewRequest],
-        continued: Sequence[ContinuedRequest],
-        counts: Mapping[str, int],
-        finished: set[str],
-        draw: Draw,
-    ) -> dict[str, Sampled | None]:
+    def kvasir_step(self, step: StepRequests, draw: StepDraw) -> dict[str, Sampled | None]:
         """Run one step and return the sampled tokens by request name."""
-        self.kvasir_steps.run(new, continued, counts, finished, draw)
+        self.kvasir_steps.run(step, draw)
         return draw.drawn

@@ -7,16 +7,16 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from services.worker.engine.settings import VllmConfig
+from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.rank import open_steps
-from services.worker.engine.vllm.requests import NULL_BLOCKS, ContinuedRequest, NewRequest
-from services.worker.engine.vllm.seam import Draw
+from services.worker.engine.vllm.requests import NULL_BLOCKS, StepRequests
 from services.worker.engine.vllm.steps import KvPart, Steps
 from services.worker.engine.vllm.steps_v2 import check_v2
 from services.worker.engine.vllm.versions import check_names, check_version, installed, part, require
@@ -118,19 +118,11 @@ class VllmRunner:
         require(not kv_blocks or blocks == kv_blocks + NULL_BLOCKS, f"{kv_blocks} blocks and block 0", blocks)
         require(all(shape[0] == blocks for shape in shapes), "KV begins with the blocks", shapes)
 
-    def run(
-        self,
-        new: Sequence[NewRequest],
-        continued: Sequence[ContinuedRequest],
-        counts: Mapping[str, int],
-        finished: set[str],
-        draw: Draw,
-    ) -> None:
+    def run(self, step: StepRequests, draw: StepDraw) -> None:
         if self._steps is not None:
-            self._steps.run(new, continued, counts, finished, draw)
-            return
-        step = (new, continued, counts, finished, draw)  # the same on every rank
-        draw.drawn = self._executor.collective_rpc("kvasir_step", args=step, unique_reply_rank=0)
+            self._steps.run(step, draw)
+        else:  # the same on every rank
+            draw.drawn = self._executor.collective_rpc("kvasir_step", args=(step, draw), unique_reply_rank=0)
 
     def close(self) -> None:
         self._core.shutdown()
