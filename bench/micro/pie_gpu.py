@@ -24,7 +24,7 @@ from services.worker.kv.core.fetch_buffers import Blocks
 from services.worker.pie.blocks import BlockPie, BlockShape, assemble
 from services.worker.pie.core.meter import Direction
 from services.worker.pie.core.sizes import slot_blocks
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings
 
 _QUEUES = (3, 4, 6, 10, 17, 25)
 _HOST_MB = 1 << 17

@@ -31,7 +31,7 @@ from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.lending.service import Lending
 from services.worker.peers.registry import Registry
-from services.worker.peers.settings import LendingConfig
+from services.worker.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.clock import Clock

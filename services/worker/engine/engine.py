@@ -32,7 +32,7 @@ from services.worker.kv.tiers.records import Records, records_of
 from services.worker.pie.blocks import BlockPie, BlockShape, assemble
 from services.worker.pie.core.meter import DecodeCost
 from services.worker.pie.core.sizes import most_fifo_layers
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings
 from shared.blocks import fingerprint
 from shared.clock import Clock, monotonic_s
 from shared.errors import ConfigError, InternalError

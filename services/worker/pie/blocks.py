@@ -23,7 +23,7 @@ from services.worker.pie.core.sizes import (
     spare_blocks,
     swaps_in_blocks,
 )
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings
 from shared.clock import monotonic_s
 from shared.errors import ConfigError
 

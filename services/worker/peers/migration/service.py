@@ -13,7 +13,7 @@ from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.migration.source import BlockSource
 from services.worker.peers.migration.target import Target
 from services.worker.peers.registry import Registry
-from services.worker.peers.settings import TransferConfig
+from services.worker.settings import TransferConfig
 from shared import subjects
 from shared.average import averaged
 from shared.bus import Bus, Endpoint, Handler

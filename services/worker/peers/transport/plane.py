@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.peers.core.neighbours import TransportChoice
-from services.worker.peers.settings import BulkConfig
 from services.worker.peers.transport.base import Peer, Reception, Reply
 from services.worker.peers.transport.link import PeerLink
 from services.worker.peers.transport.server import SocketListener, WorkerDesk
 from services.worker.peers.transport.shm import ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.peers.transport.ucx import UcxTransport
+from services.worker.settings import BulkConfig
 from shared.clock import Clock, monotonic_s
 from shared.errors import (
     ConfigError,

@@ -18,17 +18,16 @@ from services.ledger.service import HANDLERS as LEDGER_HANDLERS
 from services.ledger.service import Ledger
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
-from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.peers.attention.creditor import LentGrants
 from services.worker.peers.keeping import loans as loans_module
 from services.worker.peers.keeping.loans import KEEP, KEPT, CacheLoans, Keeper, LentSlot, PeerWays, SlotPlace
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.debtor import Owner
-from services.worker.peers.settings import LendingConfig
 from services.worker.peers.transport.base import Peer, bytes_of
 from services.worker.peers.transport.plane import Plane
 from services.worker.peers.transport.tcp import TcpTransport
+from services.worker.settings import LendingConfig, PrefixCacheConfig
 from shared.bus import Bus
 from shared.clock import monotonic_s
 from shared.errors import InvalidMessage, KvasirError, StaleEpoch
