@@ -57,7 +57,7 @@ def main() -> None:
         _say({"address": f"127.0.0.1:{listener.getsockname()[1]}", "ticket": ""})
     else:
         desk = WorkerDesk(ANSWERING)
-        desk.serve("sink", Sink().admit)
+        desk.serve({"sink": Sink().admit})
         transport = make_transports(BulkConfig(transports=(name,)))[0]  # type: ignore[arg-type]
         address = transport.listen(desk).address
         _say({"address": address, "ticket": desk.issue(ASKING, valid_for_s=60.0).hex()})

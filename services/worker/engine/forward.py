@@ -4,6 +4,7 @@ Call `PagedAttention.begin` first. `LlamaForward` writes the Llama architecture 
 transformers' modules cost 1 to 2 ms per step on one core."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,6 @@ from torch.nn import functional
 from transformers.models.llama import LlamaForCausalLM
 
 from services.worker.engine.attention import PagedAttention
-from services.worker.engine.llama_parts import JoinedLayer, is_plain, join_layer
 from services.worker.engine.loading import LoadedModel, native_obstacle, replace_attention
 from services.worker.engine.native.llama import NativeLlama
 from services.worker.engine.paged import Shape, to_device
@@ -22,8 +22,105 @@ from shared.log import canonical, get_logger
 _log = get_logger("worker.forward")
 
 
-class LlamaForward:
-    """`Forward` of a plain `LlamaForCausalLM`, whose own weights become views of the joined ones."""
+@dataclass(frozen=True, slots=True)
+class JoinedLayer:
+    """Weights of one decoder layer; matrices `[out, in]`."""
+
+    input_norm: torch.Tensor
+    query_key_value: torch.Tensor
+    output: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+def join_layer(layer: Any) -> JoinedLayer:
+    """Return the weights of a `LlamaDecoderLayer`: Q, K and V as one matrix, gate and up as another.
+
+    The layer's own weights become views of them."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return JoinedLayer(
+        input_norm=layer.input_layernorm.weight,
+        query_key_value=_joined((attention.q_proj, attention.k_proj, attention.v_proj)),
+        output=attention.o_proj.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
+        down=mlp.down_proj.weight,
+    )
+
+
+def _joined(linears: Sequence[Any]) -> torch.Tensor:
+    joined = torch.cat([linear.weight.data for linear in linears])
+    for linear, rows in zip(
+        linears, torch.split(joined, [len(each.weight) for each in linears]), strict=True
+    ):
+        linear.weight.data = rows
+    return joined
+
+
+def is_plain(module: Any) -> bool:
+    """Return whether a LlamaForCausalLM has SiLU and no biases."""
+    biased = any(name.endswith("proj.bias") for name, _ in module.named_parameters())
+    return module.config.hidden_act == "silu" and not biased
+
+
+class LlamaPass:
+    """The pass of a plain `LlamaForCausalLM`, whose own weights become views of the joined ones.
+
+    A subclass attends, and may have kernels of its own."""
+
+    def __init__(
+        self, module: Any, layers: Sequence[JoinedLayer] | None = None, tap: StateTap | None = None
+    ) -> None:
+        """`layers`: the joined weights, if they exist already."""
+        config, body, first = module.config, module.model, module.model.layers[0].self_attn
+        self._tap, self._head_dim, self._scaling = tap, int(first.head_dim), float(first.scaling)
+        self._q_heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._eps: float = config.rms_norm_eps
+        self._embedding, self._rotary = body.embed_tokens.weight, body.rotary_emb
+        self._norm, self._head = body.norm.weight, module.lm_head.weight
+        self._layers = layers or [join_layer(layer) for layer in body.layers]
+
+    def compute(
+        self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits `[kept, vocabulary]` and the head's input `[kept, hidden size]` of the rows `kept`.
+
+        `tokens`, `positions` int64 `[rows]`, `kept` int64."""
+        device = self._embedding.device
+        tokens, positions, kept = (to_device(each, device) for each in (tokens, positions, kept))
+        hidden = functional.embedding(tokens, self._embedding)
+        angles = self._turns(hidden, positions)
+        for index, layer in enumerate(self._layers):
+            projected = functional.linear(self._normed(hidden, layer.input_norm), layer.query_key_value)
+            heads = projected.view(hidden.shape[0], -1, self._head_dim)
+            hidden = torch.addmm(hidden, self._attend(index, heads, angles), layer.output.t())
+            gate_up = functional.linear(self._normed(hidden, layer.post_norm), layer.gate_up)
+            hidden = torch.addmm(hidden, self._gated(gate_up), layer.down.t())
+            if self._tap is not None and index == self._tap.layer:
+                self._tap.take(hidden)
+        found = self._normed(hidden[kept], self._norm)
+        return functional.linear(found, self._head), found
+
+    def _turns(self, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
+        """Return what `_attend` gets about the rows' positions."""
+        return positions
+
+    def _attend(self, index: int, heads: torch.Tensor, turns: Any) -> torch.Tensor:
+        """Return attention `[rows, q_heads * head_dim]`; `heads` has queries, keys and values of each row."""
+        raise NotImplementedError
+
+    def _gated(self, joined: torch.Tensor) -> torch.Tensor:
+        gate, up = joined.chunk(2, -1)
+        return functional.silu(gate) * up
+
+    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(hidden, weight.shape, weight, self._eps)
+
+
+class LlamaForward(LlamaPass):
+    """`Forward` in torch."""
 
     def __init__(
         self,
@@ -32,38 +129,19 @@ class LlamaForward:
         tap: StateTap | None = None,
         layers: Sequence[JoinedLayer] | None = None,
     ) -> None:
-        """`layers`: the joined weights, if they exist already."""
-        config, body, first = module.config, module.model, module.model.layers[0].self_attn
-        self._attention, self._tap = attention, tap
-        self._head_dim, self._shape = first.head_dim, Shape(first.scaling)
-        self._q_heads: int = config.num_attention_heads
-        self._kv_heads: int = config.num_key_value_heads
-        self._eps: float = config.rms_norm_eps
-        self._embedding, self._rotary = body.embed_tokens.weight, body.rotary_emb
-        self._norm, self._head = body.norm.weight, module.lm_head.weight
-        self._layers = layers or [join_layer(layer) for layer in body.layers]
+        super().__init__(module, layers, tap)
+        self._attention, self._shape = attention, Shape(self._scaling)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
-        device = self._embedding.device
-        tokens, positions, kept = (to_device(each, device) for each in (tokens, positions, kept))
-        hidden = functional.embedding(tokens, self._embedding)
-        cos, sin = self._rotary(hidden[:1].float(), positions[None])
-        cos, sin = cos[0, :, None], sin[0, :, None]
-        for index, layer in enumerate(self._layers):
-            attended = self._attend(index, layer, hidden, cos, sin)
-            hidden = torch.addmm(hidden, attended, layer.output.t())
-            gate, up = functional.linear(self._normed(hidden, layer.post_norm), layer.gate_up).chunk(2, -1)
-            hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down.t())
-            if self._tap is not None and index == self._tap.layer:
-                self._tap.take(hidden)
-        found = self._normed(hidden[kept], self._norm)
-        return Logits(functional.linear(found, self._head), hidden=found)
+        logits, hidden = self.compute(tokens, positions, kept)
+        return Logits(logits, hidden=hidden)
 
-    def _attend(
-        self, index: int, layer: JoinedLayer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        projected = functional.linear(self._normed(hidden, layer.input_norm), layer.query_key_value)
-        heads = projected.view(hidden.shape[0], -1, self._head_dim)
+    def _turns(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self._rotary(hidden[:1].float(), positions[None])
+        return cos[0, :, None], sin[0, :, None]
+
+    def _attend(self, index: int, heads: torch.Tensor, turns: Any) -> torch.Tensor:
+        cos, sin = turns
         rotated = heads[:, : self._q_heads + self._kv_heads].float()
         values = heads[:, self._q_heads + self._kv_heads :]
         half = self._head_dim // 2
@@ -71,9 +149,6 @@ class LlamaForward:
         rotated = torch.addcmul(rotated * cos, turned, sin).to(values.dtype)
         queries, keys = rotated[:, : self._q_heads], rotated[:, self._q_heads :]
         return self._attention.attend(index, queries, keys, values, self._shape).flatten(1)
-
-    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(hidden, weight.shape, weight, self._eps)
 
 
 class Forward(Protocol):

@@ -1,23 +1,21 @@
 """A plain Llama on a CUDA device: nine kernel launches per layer, all of which a CUDA graph can contain.
 
-Weights are joined (`llama_parts.py`), one kernel rotates and writes to the pools, and `addmm` adds the
+Weights are joined (`forward.py`), one kernel rotates and writes to the pools, and `addmm` adds the
 residuals."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from services.worker.engine.attention import PagedAttention
+from services.worker.engine.forward import JoinedLayer, LlamaPass, is_plain
 from services.worker.engine.gpu.attention import attend_paged, compile_ahead, gated, rotate_and_write
 from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.graphs import CudaCapture, DecodeGraphs, GraphLimits
 from services.worker.engine.gpu.spans import Heads
 from services.worker.engine.gpu.streaming import GpuStream
-from services.worker.engine.llama_parts import JoinedLayer, is_plain, join_layer
 from services.worker.engine.native.families import is_rotation_fixed
-from services.worker.engine.paged import to_device
 
 MAX_BATCH = 128
 """Default largest batch of a graph."""
@@ -51,8 +49,8 @@ def with_graphs(
     return graphs
 
 
-class CudaLlama:
-    """Computes the logits of the backend's current step."""
+class CudaLlama(LlamaPass):
+    """Computes the logits of the backend's current step; arguments and result as of `compute`."""
 
     def __init__(
         self,
@@ -62,34 +60,12 @@ class CudaLlama:
         gate: PagedAttention | None = None,
         layers: Sequence[JoinedLayer] | None = None,
     ) -> None:
-        config, body, attention = module.config, module.model, module.model.layers[0].self_attn
+        super().__init__(module, layers)
         self._backend, self._gate = backend, gate
-        self._head_dim: int = attention.head_dim
-        self._q_heads: int = config.num_attention_heads
-        self._heads = Heads(self._q_heads // config.num_key_value_heads, config.num_key_value_heads)
-        self._scaling: float = attention.scaling
-        self._eps: float = config.rms_norm_eps
-        self._embedding = body.embed_tokens.weight
-        self._norm, self._head = body.norm.weight, module.lm_head.weight
-        self._layers = layers or [join_layer(layer) for layer in body.layers]
-        self._angles = _angles(body.rotary_emb, max_positions, self._embedding.device)
+        self._of_kv = Heads(self._q_heads // self._kv_heads, self._kv_heads)
+        self._angles = _angles(self._rotary, max_positions, self._embedding.device)
 
-    def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits `[kept, vocabulary]` and the head's input `[kept, hidden size]` of the rows `kept`.
-
-        `tokens`, `positions` int64 `[rows]`, `kept` int64."""
-        device = self._embedding.device
-        tokens, positions, kept = (to_device(each, device) for each in (tokens, positions, kept))
-        hidden = functional.embedding(tokens, self._embedding)
-        for index, layer in enumerate(self._layers):
-            attended = self._attend(index, layer, hidden, positions)
-            hidden = torch.addmm(hidden, attended, layer.output.t())
-            gate_up = functional.linear(self._normed(hidden, layer.post_norm), layer.gate_up)
-            hidden = torch.addmm(hidden, gated(gate_up), layer.down.t())
-        found = self._normed(hidden[kept], self._norm)
-        return functional.linear(found, self._head), found
+    __call__ = LlamaPass.compute
 
     @torch.inference_mode()
     def compile_ahead(self) -> None:
@@ -98,24 +74,20 @@ class CudaLlama:
         query = self._embedding.new_zeros(1, self._q_heads, self._head_dim)
         compile_ahead(k_pool, v_pool, query, self._scaling)
 
-    def _attend(
-        self, index: int, layer: JoinedLayer, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        projected = functional.linear(self._normed(hidden, layer.input_norm), layer.query_key_value)
-        joined = projected.view(hidden.shape[0], -1, self._head_dim)
+    def _attend(self, index: int, heads: torch.Tensor, turns: Any) -> torch.Tensor:
         step, (k_pool, v_pool) = self._backend.step, self._backend.pools[index]
         gate = self._backend.gate or self._gate
         if gate is not None:
             gate.enter(index)
-        rotate_and_write(joined, self._angles, positions, step.slots, k_pool, v_pool)
-        queries = joined[:, : self._q_heads]
-        output, _ = attend_paged(k_pool, v_pool, step.spans(self._heads), queries, self._scaling)
+        rotate_and_write(heads, self._angles, turns, step.slots, k_pool, v_pool)
+        queries = heads[:, : self._q_heads]
+        output, _ = attend_paged(k_pool, v_pool, step.spans(self._of_kv), queries, self._scaling)
         if gate is not None:
             gate.leave(index)
         return output.flatten(1)
 
-    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(hidden, weight.shape, weight, self._eps)
+    def _gated(self, joined: torch.Tensor) -> torch.Tensor:
+        return gated(joined)
 
 
 def _angles(rotary: Any, max_positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,8 +52,7 @@ class Transfers:
 
     async def serve(self) -> None:
         """Give and fetch blocks, until cancelled."""
-        for kind, receiver in self._source.receivers.items():
-            self._registry.plane.desk.serve(kind, receiver)
+        self._registry.plane.desk.serve(self._source.receivers)
         try:
             await self._bus.attach(HANDLERS, self._target)
             while True:

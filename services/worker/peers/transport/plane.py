@@ -93,7 +93,7 @@ class Plane:
     ) -> None:
         self.own = own
         self.desk = WorkerDesk(own, clock=clock)
-        self.desk.serve(KIND, answer_probe)
+        self.desk.serve({KIND: answer_probe})
         self.choice = TransportChoice([transport.name for transport in transports], host)
         self._clock = clock
         self._transports = {transport.name: transport for transport in transports}

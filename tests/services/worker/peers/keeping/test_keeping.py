@@ -56,8 +56,7 @@ class Creditor:
         self.grants = Grants("creditor", 1, terms, 4, SLOTS, threading.RLock())
         self.freed: list[Freed] = []
         self.keeper = Keeper(Records([(self.rows,)]), LentGrants(self.grants, self.freed.append, lambda: 0.0))
-        for kind, receiver in self.keeper.receivers.items():
-            self.plane.desk.serve(kind, receiver)
+        self.plane.desk.serve(self.keeper.receivers)
         self.plane.open()
 
     def lend(self, *blocks: int, request: int = 1) -> list[SlotPlace]:
@@ -215,8 +214,7 @@ class Borrower:
         there = make_plane(lending_bus.instance, lending_bus.incarnation)
         rows = np.zeros((HOST_BLOCKS, store.record_bytes), dtype=np.uint8)
         keeper = Keeper(Records([(rows,)]), LentGrants(self.lender.grants, self.free))
-        for kind, receiver in keeper.receivers.items():
-            there.desk.serve(kind, receiver)
+        there.desk.serve(keeper.receivers)
         there.open()
         self.lender.start()
         self.door = Door(cast(StepCore, None), monotonic_s, lambda effects: None)

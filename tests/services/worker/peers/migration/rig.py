@@ -97,8 +97,7 @@ def workers(
         assert store is not None
         plane.open()
         source = BlockSource(door, store, engine.records())
-        for kind, receiver in source.receivers.items():
-            plane.desk.serve(kind, receiver)
+        plane.desk.serve(source.receivers)
         target = Target(Dialler(plane, planes).registry, door, store, engine, config)
         sides.append(Side(rig, store, source, target, plane, door))
     try:
