@@ -45,7 +45,9 @@ def pack(spans: Sequence[Span], block_tokens: int, locate: Locate | None = None)
     """Return the arrays of packed spans. `locate` maps block ids to places; None: they are the same.
 
     Raises ValueError for a block table that is too short for its span."""
-    return pack_arrays(*_bounds(spans), joined([span.blocks for span in spans]), block_tokens, locate)
+    first_position, counts, lengths = _bounds(spans)
+    blocks = joined([span.blocks for span in spans])
+    return pack_arrays(first_position, counts, lengths, blocks, block_tokens, locate)
 
 
 def _bounds(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
