@@ -101,6 +101,8 @@ class StepReports:
     ) -> WorkerStepped:
         """Return the next report, with the blocks that plans may count on."""
         self.last_seq += 1
+        pool, leaving_blocks = self._pool, self._in_flight.leaving_blocks
+        free_blocks = pool.free_blocks + pool.evictable_blocks + leaving_blocks - pool.base.doomed_blocks
         if self.gains:
             fields["gains"] = tuple(Gained(ref=ref, tokens=tokens) for ref, tokens in self.gains.items())
             self.gains.clear()
@@ -112,13 +114,9 @@ class StepReports:
             plan_seq=plan_seq,
             steps_done=steps_done,
             plan_over=plan_over,
-            free_blocks=max(0, self._free_blocks()),
+            free_blocks=max(0, free_blocks),
             **fields,
         )
-
-    def _free_blocks(self) -> int:
-        pool, leaving_blocks = self._pool, self._in_flight.leaving_blocks
-        return pool.free_blocks + pool.evictable_blocks + leaving_blocks - pool.base.doomed_blocks
 
 
 class Histogram:

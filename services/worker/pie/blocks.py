@@ -333,7 +333,6 @@ def assemble(
     device_blocks: int,
     host_bytes: int,
     cache_blocks: int = 0,
-    clock: Callable[[], float] = monotonic_s,
 ) -> BlockPie:
     """Return Pie on the bytes of `device_blocks` blocks of all layers, and at most `host_bytes` of host
     memory, plus that for `cache_blocks` of a prefix cache. `make_pools` returns the memory of so many blocks
@@ -377,7 +376,7 @@ def assemble(
         controller,
         level,
         settings.window_iterations,
-        clock,
+        monotonic_s,
         notice_s=settings.notice_s,
         on_demand=settings.enabled == "auto",
         block_s=kv.layer_block_bytes / limit if limit else kv.profile(),
