@@ -119,7 +119,7 @@ class StepReports:
         )
 
 
-class Histogram:
+class ValueHistogram:
     """Values so far: their sum, and how many are up to each bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -136,8 +136,8 @@ class StepTally:
     """Histograms of the steps since the worker started, for heartbeats."""
 
     def __init__(self) -> None:
-        self.tokens = Histogram(STEP_TOKEN_BOUNDS)
-        self.first_s, self.last_s = Histogram(WAIT_BOUNDS_S), Histogram(WAIT_BOUNDS_S)
+        self.tokens = ValueHistogram(STEP_TOKEN_BOUNDS)
+        self.first_s, self.last_s = ValueHistogram(WAIT_BOUNDS_S), ValueHistogram(WAIT_BOUNDS_S)
         """Times of first and last tokens since their sequence arrived."""
 
     def report(self) -> StepsReport | None:

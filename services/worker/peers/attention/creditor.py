@@ -71,9 +71,8 @@ class LentGrants:
         """Return the grants with their generations now, and protect their blocks until `leave`, which must
         follow. None when a grant is not this debtor's or has ended."""
         entered: list[GrantRef] = []
-        start = debtor.worker_id, debtor.incarnation
         for ref in grants:
-            generation = self._grants.enter(start, ref.grant_id, ref.generation, self._clock())
+            generation = self._grants.enter(debtor, ref.grant_id, ref.generation, self._clock())
             if generation is None:
                 self.leave(entered)
                 return None
