@@ -26,11 +26,11 @@ from typing import Any
 
 from services.scheduler.policy.contract import PolicySettings, QueueOrder, WorkerShape
 from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
-from services.worker.core.costs.linear import LEAST_STEPS, LinearCost, MeasuredStep, fit_linear
 from shared.command_line import Parser
 from shared.errors import ConfigError
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
+from sim.linear_cost import LEAST_STEPS, LinearCost, MeasuredStep, fit_linear
 from sim.predictors import NoPredictor
 from sim.requests import ServedRecord, SimRequest
 from sim.routers import find_router

@@ -23,9 +23,9 @@ from services.worker.egress import Courier, Outbox
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.sampler import Logits
 from services.worker.engine_thread import Runner
-from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import open_store
 from services.worker.kv.transfers import TransferEngine
+from services.worker.settings import PrefixCacheConfig
 from shared.bus.counters import BusCounters
 from shared.bus.express import Express
 from shared.clock import monotonic_s

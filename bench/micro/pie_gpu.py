@@ -21,10 +21,10 @@ from bench.micro.gpu.steps import BLOCK_TOKENS, DTYPE, MODELS, Shape
 from services.worker.engine.attention import LayerShape, make_pools
 from services.worker.engine.stream import stream_opener
 from services.worker.kv.core.fetch_buffers import Blocks
-from services.worker.pie.blocks import BlockPie, BlockShape, assemble
+from services.worker.pie.blocks import BlockPie, assemble
 from services.worker.pie.core.meter import Direction
 from services.worker.pie.core.sizes import slot_blocks
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings
 
 _QUEUES = (3, 4, 6, 10, 17, 25)
 _HOST_MB = 1 << 17
@@ -107,7 +107,7 @@ def measure(
     layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
     pie = assemble(
         settings,
-        [BlockShape(shape.kv_heads, shape.head_dim, shape.head_dim, BLOCK_TOKENS, dtype)] * shape.layers,
+        [layer] * shape.layers,
         lambda blocks: make_pools(layer, blocks, BLOCK_TOKENS, dtype, device),
         stream_opener(None, device),
         device_blocks=device_blocks,

@@ -18,8 +18,8 @@ from services.worker.engine.loading import KV_DTYPES, fetch, load
 from services.worker.engine.progress import LoadProgress
 from services.worker.kv.tiers.records import DONT_NEED, advise
 from services.worker.peers.attention.shares import HALVES
-from services.worker.peers.settings import LendingConfig
 from services.worker.pie.core.sizes import most_fifo_layers, spare_blocks
+from services.worker.settings import LendingConfig
 from shared.bus.runtime import trim_heap
 from shared.errors import ConfigError
 from shared.grammars import Grammars

@@ -7,13 +7,20 @@ from pydantic import Field, SecretStr, model_validator
 
 from services.worker.core.costs import find_cost
 from services.worker.cores import check_cores
-from services.worker.engine.settings import VLLM_BLOCK_TOKENS, SimulatedConfig, VllmConfig
 from services.worker.kv.core.eviction import order_maker
-from services.worker.kv.core.settings import HostMemoryConfig, PrefixCacheConfig
 from services.worker.kv_events import KvEventsConfig
-from services.worker.peers.settings import BulkConfig, LendingConfig, TransferConfig
-from services.worker.pie.settings import PieSettings
 from services.worker.prerequisites import check_cuda, check_disk
+from services.worker.settings import (
+    VLLM_BLOCK_TOKENS,
+    BulkConfig,
+    HostMemoryConfig,
+    LendingConfig,
+    PieSettings,
+    PrefixCacheConfig,
+    SimulatedConfig,
+    TransferConfig,
+    VllmConfig,
+)
 from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
 from shared.gguf_files import is_gguf

@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from services.worker.kv.core.kv_events import Event, EventBatch
+from services.worker.settings import Section
 from shared.bus import fenced
 from shared.clock import unix_s
 from shared.errors import ConfigError
@@ -23,10 +24,8 @@ _MOST_QUEUED = 10_000
 """Batches that ZMQ queues for a slow subscriber, which sees a gap after them, and batches kept for replay."""
 
 
-class KvEventsConfig(BaseModel):
+class KvEventsConfig(Section):
     """Section `worker.kv_events`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     endpoint: str = Field(
         default="",

@@ -31,7 +31,7 @@ from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.lending.service import Lending
 from services.worker.peers.registry import Registry
-from services.worker.peers.settings import LendingConfig
+from services.worker.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.clock import Clock
@@ -193,8 +193,7 @@ class Neighbourhood:
         )
         grants = LentGrants(self._lending.grants, self._on_freed, clock)
         if kept is not None:
-            for kind, receiver in Keeper(kept, grants).receivers.items():
-                registry.plane.desk.serve(kind, receiver)
+            registry.plane.desk.serve(Keeper(kept, grants).receivers)
         self._loans: CacheLoans | None = None
         """None if the prefix cache stores nothing at other workers."""
         if store is not None and store.peers is not None:
@@ -211,8 +210,7 @@ class Neighbourhood:
                 is_busy=lambda: door.core.has_plans,
                 host=host,
             )
-            for kind, receiver in self._creditor.receivers.items():
-                registry.plane.desk.serve(kind, receiver)
+            registry.plane.desk.serve(self._creditor.receivers)
 
     def lost_blocks(self, error: CreditorLost) -> set[int]:
         """See `Runner`; on the engine's thread."""

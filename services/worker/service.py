@@ -18,7 +18,8 @@ from services.worker.egress import Courier, Heartbeat, Outbox
 from services.worker.engine.contract import AttendingEngine, ConstrainedEngine, Engine, SharingEngine
 from services.worker.engine.progress import LoadProgress
 from services.worker.engine_thread import Runner
-from services.worker.kv.core.kv_events import Event
+from services.worker.kv.core.kv_events import Event, StoredEvents
+from services.worker.kv.core.prefix_news import PrefixNews
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
 from services.worker.kv.store import CacheableEngine
 from services.worker.kv.transfers import TransferEngine
@@ -132,7 +133,7 @@ class Worker:
         if store is not None:
             most = config.prefix_cache.lookahead_sequences
             self._prefixes = Prefixes(store.cache, store.fingerprint, most, store.auditor)
-            self._news = store.cache.tell(bus.instance, bus.incarnation)
+            self._news = PrefixNews(store.cache.tree, bus.instance, bus.incarnation)
         prefixes = self._prefixes
         self._kv_events = self._publisher(config, prefixes)
         self._courier = Courier(self._outbox, self._on_loop)
@@ -367,7 +368,7 @@ class Worker:
             return None
         if prefixes is None:
             raise ConfigError("worker.kv_events tells of the prefix cache, which is off here")
-        events = prefixes.events = prefixes.cache.tell_outside(prefixes.cache.block_tokens)
+        events = prefixes.events = StoredEvents(prefixes.cache.tree, prefixes.cache.block_tokens)
 
         async def look() -> list[Event]:
             return await asyncio.wrap_future(self._door.ask(lambda core, now_s: events.take()))

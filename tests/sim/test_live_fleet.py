@@ -28,7 +28,6 @@ from services.scheduler.reporting import TermReport
 from services.stack.record import FORMAT, written
 from services.worker.core.costs import CostModel
 from services.worker.core.costs.fitted import OPT_13B_A100
-from services.worker.core.costs.linear import LinearCost
 from services.worker.core.steps import StepEffects
 from services.worker.engine.simulated import SimulatedEngine, answer_tokens
 from services.worker.engine.step_record import StepRecord
@@ -38,6 +37,7 @@ from shared.messages.recordings import TellRecorded
 from shared.messages.sequence import SequenceRef, SequenceSpec
 from shared.recorder import Recorder
 from sim.case import Case, Machine, run_case
+from sim.linear_cost import LinearCost
 from sim.meters import WorkerMeter
 from sim.predictors import find_predictor
 from sim.replay import Replay, main, read_recording, recorded_run

@@ -19,13 +19,13 @@ from services.scheduler.policy.contract import (
 )
 from services.worker.core.costs import find_cost
 from services.worker.core.costs.fitted import OPT_13B_A100
-from services.worker.core.costs.linear import LinearCost
 from shared.errors import ConfigError
 from sim.books import Held, PlanError
 from sim.case import Case, Machine, latency_within_s, run_case
 from sim.cores import CoreCosts, SharedCores
 from sim.events import EventPriority, EventQueue
 from sim.handover import HandoverTransfers, Transfer, Wire
+from sim.linear_cost import LinearCost
 from sim.meters import gap_quantile_s
 from sim.predictors import NoPredictor
 from sim.requests import ServedRecord, SimRequest

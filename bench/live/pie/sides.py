@@ -20,11 +20,10 @@ from services.predictor.samples import load_tokenizer
 from services.scheduler.policy.contract import PolicySettings
 from services.worker.engine.engine import TorchEngine, warm_up
 from services.worker.engine.loading import load
-from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine
 from services.worker.pie.core.sizes import slot_blocks
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings, PrefixCacheConfig
 
 _STORY_SHARE = 0.6
 MOST_TOKENS = 256

@@ -15,8 +15,8 @@ from bench.kit.stats import percentile
 from bench.live.sim_check.loads import Load, Seen, Setting, Step
 from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicySettings, WorkerShape
-from services.worker.core.costs.linear import LinearCost, MeasuredStep, fit_linear
 from sim.cores import CoreCosts
+from sim.linear_cost import LinearCost, MeasuredStep, fit_linear
 from sim.predictors import NoPredictor
 from sim.requests import SimRequest
 from sim.routers import find_router

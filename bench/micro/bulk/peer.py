@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.peers.settings import BulkConfig
 from services.worker.peers.transport.base import Buffer, Peer, Reception, Reply
 from services.worker.peers.transport.plane import make_transports
 from services.worker.peers.transport.server import WorkerDesk
+from services.worker.settings import BulkConfig
 
 ASKING, ANSWERING = Peer("bench-asking", 1), Peer("bench-answering", 1)
 MOST_BYTES = 256 << 20
@@ -57,7 +57,7 @@ def main() -> None:
         _say({"address": f"127.0.0.1:{listener.getsockname()[1]}", "ticket": ""})
     else:
         desk = WorkerDesk(ANSWERING)
-        desk.serve("sink", Sink().admit)
+        desk.serve({"sink": Sink().admit})
         transport = make_transports(BulkConfig(transports=(name,)))[0]  # type: ignore[arg-type]
         address = transport.listen(desk).address
         _say({"address": address, "ticket": desk.issue(ASKING, valid_for_s=60.0).hex()})

@@ -108,8 +108,7 @@ def creditor_processes(modules: Mapping[str, Sequence[str]]) -> Iterator[list[Cr
 def serve(creditor: Creditor, name: str, debtor: Peer) -> None:
     """Print address and ticket as one line of JSON, and serve until standard input ends."""
     desk = WorkerDesk(Peer(name, 1))
-    for kind, receiver in creditor.receivers.items():
-        desk.serve(kind, receiver)
+    desk.serve(creditor.receivers)
     listener = TcpTransport().listen(desk)
     ticket = desk.issue(debtor, valid_for_s=_TICKET_S)
     print(json.dumps({"address": listener.address, "ticket": ticket.hex()}), flush=True)

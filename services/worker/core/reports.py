@@ -4,7 +4,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,8 @@ class StepReports:
     ) -> WorkerStepped:
         """Return the next report, with the blocks that plans may count on."""
         self.last_seq += 1
+        pool, leaving_blocks = self._pool, self._in_flight.leaving_blocks
+        free_blocks = pool.free_blocks + pool.evictable_blocks + leaving_blocks - pool.base.doomed_blocks
         if self.gains:
             fields["gains"] = tuple(Gained(ref=ref, tokens=tokens) for ref, tokens in self.gains.items())
             self.gains.clear()
@@ -114,49 +116,43 @@ class StepReports:
             plan_seq=plan_seq,
             steps_done=steps_done,
             plan_over=plan_over,
-            free_blocks=max(0, self._free_blocks()),
+            free_blocks=max(0, free_blocks),
             **fields,
         )
 
-    def _free_blocks(self) -> int:
-        pool, leaving_blocks = self._pool, self._in_flight.leaving_blocks
-        return pool.free_blocks + pool.evictable_blocks + leaving_blocks - pool.base.doomed_blocks
+
+class ValueHistogram:
+    """Values so far: their sum, and how many are up to each bound."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.total = 0.0
+        self.counts = [0] * (len(bounds) + 1)
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.counts[bisect_left(self._bounds, value)] += 1
 
 
 class StepTally:
     """Histograms of the steps since the worker started, for heartbeats."""
 
     def __init__(self) -> None:
-        self._tokens = 0
-        self._by_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
-        self._prefill_s = self._inference_s = 0.0
-        self._by_prefill = [0] * (len(WAIT_BOUNDS_S) + 1)
-        self._by_inference = [0] * (len(WAIT_BOUNDS_S) + 1)
-
-    def on_step(self, tokens: int) -> None:
-        self._tokens += tokens
-        self._by_tokens[bisect_left(STEP_TOKEN_BOUNDS, tokens)] += 1
-
-    def on_first_token(self, took_s: float) -> None:
-        """Count a first token; `took_s`: the time since its sequence arrived, as in `on_last_token`."""
-        self._prefill_s += took_s
-        self._by_prefill[bisect_left(WAIT_BOUNDS_S, took_s)] += 1
-
-    def on_last_token(self, took_s: float) -> None:
-        self._inference_s += took_s
-        self._by_inference[bisect_left(WAIT_BOUNDS_S, took_s)] += 1
+        self.tokens = ValueHistogram(STEP_TOKEN_BOUNDS)
+        self.first_s, self.last_s = ValueHistogram(WAIT_BOUNDS_S), ValueHistogram(WAIT_BOUNDS_S)
+        """Times of first and last tokens since their sequence arrived."""
 
     def report(self) -> StepsReport | None:
         """None before the first step."""
-        if not self._tokens:
+        if not self.tokens.total:
             return None
         return StepsReport(
-            tokens=self._tokens,
-            by_tokens=tuple(self._by_tokens),
-            prefill_s=as_seconds(self._prefill_s),
-            by_prefill=tuple(self._by_prefill),
-            inference_s=as_seconds(self._inference_s),
-            by_inference=tuple(self._by_inference),
+            tokens=int(self.tokens.total),
+            by_tokens=tuple(self.tokens.counts),
+            prefill_s=as_seconds(self.first_s.total),
+            by_prefill=tuple(self.first_s.counts),
+            inference_s=as_seconds(self.last_s.total),
+            by_inference=tuple(self.last_s.counts),
         )
 
 

@@ -212,7 +212,7 @@ class StepCore:
             commit(item, token, now_s)
             if item.samples and not item.sequence.rehearsal:
                 if item.end_token == item.sequence.prompt_tokens + item.sequence.sampling.forced_tokens:
-                    self._tally.on_first_token(now_s - item.sequence.received_s)
+                    self._tally.first_s.add(now_s - item.sequence.received_s)
                 sampled.append((item.sequence, item.end_token - item.sequence.prompt_tokens))
                 if token is not None and token.state is not None and item.sequence.alive:
                     states.append(
@@ -237,7 +237,7 @@ class StepCore:
             for sequence in ended:
                 queued.ended.add(sequence.ref)
                 if sequence.finish_reason in _WHOLE and not sequence.rehearsal:
-                    self._tally.on_last_token(now_s - sequence.received_s)
+                    self._tally.last_s.add(now_s - sequence.received_s)
         queued.steps_done += 1
         queued.passed.update(work.passed)
         is_over = queued.over and queued.plan.seq > 0
@@ -248,7 +248,7 @@ class StepCore:
         if prefill_s and prefixes is not None:
             prefixes.on_prefilled(prefilled_tokens, prefill_s)
         self._reports.on_step(prefilled_tokens, decoded_tokens)
-        self._tally.on_step(prefilled_tokens + decoded_tokens)
+        self._tally.tokens.add(prefilled_tokens + decoded_tokens)
         frames = self._frames(sampled, ended, batch)
         observed = self._observed(states) if states else None
         is_due = queued.over or queued.plan.report_at in (0, queued.steps_done)

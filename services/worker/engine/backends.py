@@ -121,15 +121,15 @@ class TorchBackend:
         `queries` `[rows, q_heads, head_dim]`; `keys`, `values` `[rows, kv_heads, …]`: the step's, already
         written."""
         k_pool, v_pool = self._readable(layer)
-        layout = self._layout(window_tokens)
+        groups, spans = self._layout(window_tokens)
         output = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[2])
-        for group in layout.groups:
+        for group in groups:
             rows = slice(group.start, group.end)
             tables = self._located(layer, self._tables[group.tables])
             output[rows], _ = paged.attend_blocks(
                 queries[rows], k_pool, v_pool, tables, group.mask, shape, self._scratch
             )
-        for span in layout.spans:
+        for span in spans:
             rows = slice(span.start, span.end)
             parts = []
             if span.mask is None:

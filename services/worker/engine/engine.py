@@ -7,14 +7,14 @@ import torch
 
 from services.worker.core.decodes import DecodeBatch, Int64s
 from services.worker.core.sampling import Sampled, SamplePoint
-from services.worker.engine.attention import LayerShape, PagedAttention, make_pools
+from services.worker.engine.attention import PagedAttention, make_pools
 from services.worker.engine.contract import Engine, Row, StepRows, most_sequences
 from services.worker.engine.forward import make_forward
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.launched import Launched
 from services.worker.engine.loading import LoadedModel, layout_name, model_digest
 from services.worker.engine.native.library import AttentionMode, choose
-from services.worker.engine.paged import stored_dim, to_device
+from services.worker.engine.paged import to_device
 from services.worker.engine.sampler import (
     Chosen,
     Logits,
@@ -29,10 +29,10 @@ from services.worker.engine.states import tap_of
 from services.worker.engine.stream import stream_opener
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records, records_of
-from services.worker.pie.blocks import BlockPie, BlockShape, assemble
+from services.worker.pie.blocks import BlockPie, assemble
 from services.worker.pie.core.meter import DecodeCost
 from services.worker.pie.core.sizes import most_fifo_layers
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings
 from shared.blocks import fingerprint
 from shared.clock import Clock, monotonic_s
 from shared.errors import ConfigError, InternalError
@@ -90,19 +90,11 @@ class TorchEngine:
         open_stream = stream_opener(library, model.device)
         self.pie: BlockPie | None = None
         can_swap = open_stream is not None and pie_bytes > 0
-        if pie is not None and _is_swapped(pie, model.layers, can_swap_blocks=can_swap):
+        shapes = [(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in model.layers]
+        if pie is not None and _is_swapped(pie, shapes, can_swap_blocks=can_swap):
             self.pie = assemble(
                 pie,
-                [
-                    BlockShape(
-                        each.kv_heads,
-                        stored_dim(each.head_dim, model.kv_dtype),
-                        stored_dim(each.value_dim, model.kv_dtype),
-                        block_tokens,
-                        model.kv_dtype,
-                    )
-                    for each in model.layers
-                ],
+                shapes,
                 lambda count: make_pools(model.layers[0], count, block_tokens, model.kv_dtype, model.device),
                 open_stream,
                 device_blocks=kv_blocks,
@@ -294,12 +286,11 @@ def _is_chunk(row: Row) -> bool:
     return len(row.tokens) > 1
 
 
-def _is_swapped(pie: PieSettings, layers: Sequence[LayerShape], *, can_swap_blocks: bool) -> bool:
+def _is_swapped(pie: PieSettings, shapes: Sequence[object], *, can_swap_blocks: bool) -> bool:
     """Return whether to use Pie; with `auto` only if all layers have one shape and blocks can be swapped."""
     if pie.enabled != "auto":
         return pie.enabled
-    sizes = {(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layers}
-    return can_swap_blocks and len(sizes) == 1 and most_fifo_layers(len(layers)) > 0
+    return can_swap_blocks and len({*shapes}) == 1 and most_fifo_layers(len(shapes)) > 0
 
 
 def _written_blocks(rows: Sequence[Row], block_tokens: int) -> int:

@@ -36,7 +36,7 @@ _LEAVES = {
 }
 _GEMMA_LEAVES = _LEAVES | {"post_attention_layernorm": "post_attention_norm"}
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-Q5_0, Q5_1 = 6, 7
+_Q5 = (6, 7)
 
 
 class GgufWeights:
@@ -109,16 +109,11 @@ class GgufWeights:
 
 def dequantised(kind: int, data: torch.Tensor) -> torch.Tensor:
     """Return the fp32 values of blocks, flat."""
-    if kind not in (Q5_0, Q5_1):
-        return dequant.dequantize(data, kind)
-    blocks = data.view(-1, BLOCKS[kind][2])
-    scale = blocks[:, :2].view(torch.float16).float()
-    bits, nibbles = blocks[:, -20:-16], blocks[:, -16:]
-    high = (bits[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    values = torch.cat([nibbles & 15, nibbles >> 4], 1) | (high.reshape(-1, 32) << 4)
-    if kind == Q5_0:
-        return (scale * (values.float() - 16)).flatten()
-    return (scale * values + blocks[:, 2:4].view(torch.float16).float()).flatten()
+    if kind in _Q5:  # transformers does not read these
+        found = of_blocks(BLOCKS[kind][0], data.view(1, -1))
+        assert found is not None
+        return found.values().flatten()
+    return dequant.dequantize(data, kind)
 
 
 def empty_module(folder: Path, dtype: torch.dtype) -> Any:

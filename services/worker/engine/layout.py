@@ -37,12 +37,8 @@ class PrefillSpan:
     """Additive `[rows, context_tokens]` if a window hides keys; it covers the chunk too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Layout of a step for layers of one window size."""
-
-    groups: list[DecodeGroup]
-    spans: list[PrefillSpan]
+Layout = tuple[list[DecodeGroup], list[PrefillSpan]]
+"""Layout of a step for layers of one window size."""
 
 
 def build(
@@ -92,7 +88,7 @@ def build(
         on_device = torch.tensor(table, dtype=torch.int64, device=device)
         prefills.append(PrefillSpan(start, start + span.count, on_device, context_tokens, mask))
         start += span.count
-    return Layout(groups, prefills)
+    return groups, prefills
 
 
 def _seen(span: Span, window_tokens: int | None) -> tuple[int, int]:

@@ -119,20 +119,12 @@ def load(
     if device != "cpu" and not torch.cuda.is_available():
         text = f"device {device}: torch finds no GPU here: write worker.device=cpu, or look at `nvidia-smi`"
         raise ConfigError(text, param="device")
-    of_file = partial(
-        _of_file,
-        model,
-        dtype=dtype,
-        device=device,
-        weights=weights,
-        attention=attention,
-        progress=progress or LoadProgress(),
-    )
+    how = dtype, device, weights, attention, progress or LoadProgress()
     if isinstance(source, Path) and (source / WEIGHTS).exists():
-        return of_file(lambda folder, config: GgufWeights(folder / WEIGHTS, config))
+        return _of_file(model, lambda folder, config: GgufWeights(folder / WEIGHTS, config), *how)
     config = read_json(model_folder(model) / "config.json")
     if (packing := config.get("quantization_config")) and device == "cpu":
-        return of_file(lambda folder, _: PackedWeights(folder, packing))
+        return _of_file(model, lambda folder, _: PackedWeights(folder, packing), *how)
     try:
         module = AutoModelForCausalLM.from_pretrained(
             name, dtype=DTYPES[dtype], attn_implementation="eager", **options
@@ -155,7 +147,6 @@ def load(
 def _of_file(
     model: str,
     opened: Callable[[Path, Any], GgufWeights | PackedWeights],
-    *,
     dtype: str,
     device: str,
     weights: str,

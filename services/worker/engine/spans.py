@@ -45,12 +45,15 @@ def pack(spans: Sequence[Span], block_tokens: int, locate: Locate | None = None)
     """Return the arrays of packed spans. `locate` maps block ids to places; None: they are the same.
 
     Raises ValueError for a block table that is too short for its span."""
-    bounds = np.array(
-        [(span.first_position, span.count, len(span.blocks)) for span in spans], dtype=np.int32
-    ).reshape(-1, 3)
+    first_position, counts, lengths = _bounds(spans)
     blocks = joined([span.blocks for span in spans])
-    first_position, counts, lengths = np.ascontiguousarray(bounds.T)
     return pack_arrays(first_position, counts, lengths, blocks, block_tokens, locate)
+
+
+def _bounds(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
+    """Return first positions, numbers of tokens and lengths of tables, `[3, spans]`."""
+    bounds = [(span.first_position, span.count, len(span.blocks)) for span in spans]
+    return np.ascontiguousarray(np.array(bounds, dtype=np.int32).reshape(-1, 3).T)
 
 
 def pack_arrays(
@@ -96,10 +99,8 @@ def pack_step(
     group, first = batch.group, batch.first.astype(np.int32)
     if not spans:
         return _pack_decodes(batch, first, block_tokens, locate)
-    bounds = [(span.first_position, span.count, len(span.blocks)) for span in spans]
-    more = np.ascontiguousarray(np.array(bounds, dtype=np.int32).T)
     ours = first, np.ones(len(batch), dtype=np.int32), group.table_blocks
-    first, counts, lengths = (np.concatenate(each) for each in zip(ours, more, strict=True))
+    first, counts, lengths = (np.concatenate(each) for each in zip(ours, _bounds(spans), strict=True))
     blocks = np.concatenate((group.blocks, joined([span.blocks for span in spans])))
     return pack_arrays(first, counts, lengths, blocks, block_tokens, locate)
 

@@ -12,12 +12,12 @@ from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.radix_tree import Tier
-from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.tiers.copier import TierMover
 from services.worker.kv.tiers.disk import DiskTier, Geometry, open_disk
 from services.worker.kv.tiers.host import HostTier, PeerTier
 from services.worker.kv.tiers.records import CRC, Checksums, LayerPools, Records
 from services.worker.kv.transfers import TransferEngine
+from services.worker.settings import PrefixCacheConfig
 from shared.errors import ConfigError
 from shared.log import canonical, get_logger
 

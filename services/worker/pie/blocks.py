@@ -6,7 +6,6 @@ enlarges the pool; to shrink, it dooms blocks, then frees buffers. Source: paper
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +22,7 @@ from services.worker.pie.core.sizes import (
     spare_blocks,
     swaps_in_blocks,
 )
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings
 from shared.clock import monotonic_s
 from shared.errors import ConfigError
 
@@ -325,48 +324,31 @@ _WAIT_TIMEOUT_S = 30.0
 """A layer that takes longer to arrive is an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """Shape of one block of one layer."""
-
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    block_tokens: int
-    dtype: torch.dtype
-
-    @property
-    def block_bytes(self) -> int:
-        elements = self.kv_heads * self.block_tokens * (self.head_dim + self.value_dim)
-        return elements * self.dtype.itemsize
-
-
 def assemble(
     settings: PieSettings,
-    layers: Sequence[BlockShape],
+    layers: Sequence[object],
     make_pools: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
     open_stream: OpenStream | None,
     *,
     device_blocks: int,
     host_bytes: int,
     cache_blocks: int = 0,
-    clock: Callable[[], float] = monotonic_s,
 ) -> BlockPie:
     """Return Pie on the bytes of `device_blocks` blocks of all layers, and at most `host_bytes` of host
     memory, plus that for `cache_blocks` of a prefix cache. `make_pools` returns the memory of so many blocks
-    of one layer. Raises ConfigError where Pie is impossible, such as without `open_stream`."""
+    of one layer; `layers` has each layer's shape. Raises ConfigError where Pie is impossible, such as without
+    `open_stream`."""
     if open_stream is None:
         raise ConfigError(
             "pie on a GPU copies blocks with Triton, which is not installed (make setup-gpu): install it, or "
             "set pie.enabled false",
             param="pie.enabled",
         )
-    shape = layers[0]
-    if any(layer != shape for layer in layers):
+    if any(layer != layers[0] for layer in layers):
         raise ConfigError(
             "pie swaps blocks of layers of one shape, this model's differ: set pie.enabled false", param="pie"
         )
-    count, host_blocks = len(layers), host_bytes // shape.block_bytes
+    count, host_blocks = len(layers), host_bytes // sum(pool.nbytes for pool in make_pools(1))
     most = sizes.most_in_blocks(count, device_blocks, host_blocks)
     if settings.fifo_layers not in (0, *range(sizes.LEAST_FIFO_LAYERS, most + 1)):
         raise ConfigError(
@@ -394,7 +376,7 @@ def assemble(
         controller,
         level,
         settings.window_iterations,
-        clock,
+        monotonic_s,
         notice_s=settings.notice_s,
         on_demand=settings.enabled == "auto",
         block_s=kv.layer_block_bytes / limit if limit else kv.profile(),

@@ -33,12 +33,12 @@ from bench.live.sim_check.costs import Costs, figures, learn, replay, simulated
 from bench.live.sim_check.loads import Load, Setting, Step
 from bench.live.sim_check.loads import Seen as SeenRequest
 from bench.live.structured import fault_of, random_schema
-from services.worker.core.costs.linear import LinearCost
 from shared.grammars import Grammars, json_grammar
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMoved
 from shared.messages.tokens import TokenDelta, TokenFrame
 from shared.tokenizer_files import load_tokenizer
 from sim.cores import CoreCosts
+from sim.linear_cost import LinearCost
 from tests.bench.rig import context_of
 from tests.services.placement.rig import listed, report
 

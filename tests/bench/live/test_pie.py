@@ -30,7 +30,7 @@ from services.scheduler.policy.contract import PolicySettings
 from services.scheduler.policy.first_come import VllmPolicy
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings
 from tests.bench.rig import context_of
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.pie.conftest import LAYERS, llama

@@ -17,9 +17,9 @@ from services.worker.engine.loading import describe
 from services.worker.engine_thread import row_of
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.radix_tree import Tier
-from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine
+from services.worker.settings import PrefixCacheConfig
 from shared.messages.plans import BatchPlan, Preemption, PreemptMode, PrefixHit, WorkerStepped
 from shared.messages.sequence import SequenceRef
 from tests.services.worker import builders

@@ -11,9 +11,9 @@ from services.worker.door import Door
 from services.worker.kv.transfers import TransferEngine
 from services.worker.neighbourhood import Neighbourhood, Reach
 from services.worker.peers.registry import Registry
-from services.worker.peers.settings import LendingConfig
 from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.plane import make_transports
+from services.worker.settings import LendingConfig
 from shared.clock import monotonic_s
 from shared.messages.lending import KvTier
 from tests.conftest import ConnectBus

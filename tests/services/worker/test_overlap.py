@@ -23,9 +23,9 @@ from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.simulated import SimulatedEngine, answer_tokens, token_at
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.borrowed_pool import ExtendedPool
-from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import CacheableEngine, open_store
 from services.worker.kv.transfers import TransferEngine
+from services.worker.settings import PrefixCacheConfig
 from shared.clock import monotonic_s
 from shared.errors import CreditorLost
 from shared.messages.plans import BatchPlan

@@ -16,12 +16,12 @@ from services.worker.config import WorkerConfig
 from services.worker.core.sampling import Sampled
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
-from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import CacheableEngine
 from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.plane import PeerAddress, Plane
 from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.service import Worker
+from services.worker.settings import PrefixCacheConfig
 from shared import subjects
 from shared.blocks import HASH_BYTES, chain, root
 from shared.bus import Bus, Listener

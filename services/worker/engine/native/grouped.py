@@ -98,14 +98,6 @@ def _fifth(data: torch.Tensor) -> torch.Tensor:
     return ((data[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1) << 4
 
 
-def _q4_0(blocks: torch.Tensor) -> _Parts:
-    return FOUR_HALVES, _nibbles(blocks[:, 2:]), _half(blocks, 0), -8 * _half(blocks, 0)
-
-
-def _q4_1(blocks: torch.Tensor) -> _Parts:
-    return FOUR_HALVES, _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
-
-
 def _q5_0(blocks: torch.Tensor) -> _Parts:
     numbers = (_nibbles(blocks[:, 6:]) | _fifth(blocks[:, 2:6])).to(torch.int8) - 16
     return EIGHT_HALVES, numbers, _half(blocks, 0)
@@ -114,10 +106,6 @@ def _q5_0(blocks: torch.Tensor) -> _Parts:
 def _q5_1(blocks: torch.Tensor) -> _Parts:
     numbers = _nibbles(blocks[:, 8:]) | _fifth(blocks[:, 4:8])
     return EIGHT_FLOATS, numbers, _half(blocks, 0), _half(blocks, 2)
-
-
-def _q8_0(blocks: torch.Tensor) -> _Parts:
-    return EIGHT_HALVES, blocks[:, 2:], _half(blocks, 0)
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,11 +133,11 @@ def _q6_k(blocks: torch.Tensor) -> _Parts:
 
 
 _READERS: dict[str, tuple[int, Callable[[torch.Tensor], _Parts]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
+    "Q4_0": (18, lambda rows: (FOUR_HALVES, _nibbles(rows[:, 2:]), _half(rows, 0), -8 * _half(rows, 0))),
+    "Q4_1": (20, lambda rows: (FOUR_HALVES, _nibbles(rows[:, 4:]), _half(rows, 0), _half(rows, 2))),
     "Q5_0": (22, _q5_0),
     "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
+    "Q8_0": (34, lambda rows: (EIGHT_HALVES, rows[:, 2:], _half(rows, 0))),
     "Q4_K": (144, _q4_k),
     "Q5_K": (176, _q5_k),
     "Q6_K": (210, _q6_k),

@@ -187,7 +187,7 @@ def write(
     """Write `keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`: block * block_tokens + offset.
 
     With `digests` the blocks are verified first (raises CorruptedKv) and digested again."""
-    keys, values = _rows_of_heads(keys), _rows_of_heads(values)
+    keys, values = rows_of_heads(keys), rows_of_heads(values)
     strides = keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0)
     given = pool, *strides, slots.data_ptr(), keys.shape[0]
     if digests is None:
@@ -215,7 +215,7 @@ def attend(
 
     Fills `lse`, fp32 `[rows, q_heads]`, contiguous, if given. A row that sees no key gets zeros and −inf.
     Raises CorruptedKv if a block does not match its digest."""
-    flat = _rows_of_heads(queries)
+    flat = rows_of_heads(queries)
     rows, q_heads, _ = flat.shape
     output = torch.empty(rows, q_heads, pool.value_dim)
     call = _AttendCall(
@@ -233,7 +233,7 @@ def attend(
     return output.to(queries.dtype)
 
 
-def _rows_of_heads(rows: torch.Tensor) -> torch.Tensor:
+def rows_of_heads(rows: torch.Tensor) -> torch.Tensor:
     """Return rows as fp32 with contiguous heads; a view if possible."""
     rows = rows.float()
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()

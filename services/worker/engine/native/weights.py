@@ -4,9 +4,8 @@
 
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -55,39 +54,6 @@ class Arena:
             raise ValueError(f"{floats} floats wanted of {len(self._free)}")
         taken, self._free = self._free[:floats], self._free[floats:]
         return taken
-
-
-class Gemm:
-    """The packing functions of `gemm.h`. Only C++ calls the product itself."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        declare(library, _PROTOTYPES)
-        self._library = library
-
-    def packed_floats(self, outputs: int, inputs: int) -> int:
-        """Return the number of floats of a packed matrix `[outputs, inputs]`."""
-        return int(self._library.gemm_packed_floats(outputs, inputs))
-
-    def packed_pair_floats(self, outputs: int, inputs: int) -> int:
-        """Return the number of floats of two matrices of this shape, packed as a pair."""
-        return int(self._library.gemm_packed_pair_floats(outputs, inputs))
-
-    def pack(self, weights: Sequence[torch.Tensor], arena: Arena) -> torch.Tensor:
-        """Pack matrices `[outputs, inputs]` fp32 as one, with concatenated outputs."""
-        joined = torch.cat(list(weights)) if len(weights) > 1 else weights[0].contiguous()
-        outputs, inputs = joined.shape
-        packed = arena.take(self.packed_floats(outputs, inputs))
-        self._library.gemm_pack(joined.data_ptr(), inputs, outputs, inputs, packed.data_ptr())
-        return packed
-
-    def pack_pair(self, gate: torch.Tensor, up: torch.Tensor, arena: Arena) -> torch.Tensor:
-        """Pack two matrices of equal shape for the SiLU product."""
-        gate, up = gate.contiguous(), up.contiguous()
-        outputs, inputs = gate.shape
-        packed = arena.take(self.packed_pair_floats(outputs, inputs))
-        pair = gate.data_ptr(), up.data_ptr()
-        self._library.gemm_pack_pair(*pair, inputs, outputs, inputs, packed.data_ptr())
-        return packed
 
 
 class Matrix(ctypes.Structure):
@@ -155,7 +121,8 @@ class WeightPacker:
 
     def __init__(self, library: ctypes.CDLL, *, halves: bool = False) -> None:
         self._halves = halves
-        self._gemm, self._library = Gemm(library), library
+        declare(library, _PROTOTYPES)
+        self._library = library
         self._arena, self._left = Arena(1), 0
         self.held: list[torch.Tensor] = []
         self.kinds: dict[int, int] = {}
@@ -163,9 +130,7 @@ class WeightPacker:
     def pack(self, weights: torch.Tensor | Grouped) -> Matrix:
         """Return a packed matrix `[outputs, inputs]`."""
         if isinstance(weights, torch.Tensor):
-            outputs, inputs = weights.shape
-            size = self._gemm.packed_floats(outputs, inputs)
-            return self._floats(partial(self._gemm.pack, [weights]), size, outputs, inputs)
+            return self._floats(weights)
         return self._grouped(weights, weights.numbers.shape[0])
 
     def pack_pair(self, gate: torch.Tensor | Grouped, up: torch.Tensor | Grouped) -> Matrix:
@@ -177,20 +142,22 @@ class WeightPacker:
             both = grouped.joined([_padded(gate, padded), _padded(up, padded)]).rows(order)
             return self._grouped(both, outputs)
         assert isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor)
-        outputs, inputs = gate.shape
-        size = self._gemm.packed_pair_floats(outputs, inputs)
-        return self._floats(partial(self._gemm.pack_pair, gate, up), size, outputs, inputs, 2)
+        return self._floats(gate, up)
 
-    def _floats(
-        self, pack: Callable[[Arena], torch.Tensor], size: int, outputs: int, inputs: int, times: int = 1
-    ) -> Matrix:
+    def _floats(self, *parts: torch.Tensor) -> Matrix:
+        """Pack one matrix, or a pair."""
+        library, (outputs, inputs), is_pair = self._library, parts[0].shape, len(parts) > 1
+        size_of = library.gemm_packed_pair_floats if is_pair else library.gemm_packed_floats
+        pack, size = library.gemm_pack_pair if is_pair else library.gemm_pack, int(size_of(outputs, inputs))
+        packed = Arena(size).take(size) if self._halves else self._take(size)
+        parts = tuple(part.contiguous() for part in parts)
+        addresses = (part.data_ptr() for part in parts)
+        pack(*addresses, inputs, outputs, inputs, packed.data_ptr())
         if not self._halves:
-            self._reserve(size)
-            return self._described(pack(self._arena), grouped.FLOATS, outputs, inputs, times)
-        self._reserve(-(-size // 32) * 16)
-        packed = self._arena.take(-(-size // 32) * 16)
-        packed.view(torch.bfloat16)[:size] = pack(Arena(size))
-        return self._described(packed, grouped.HALVES, outputs, inputs, times)
+            return self._described(packed, grouped.FLOATS, outputs, inputs, len(parts))
+        half = self._take(-(-size // 32) * 16)
+        half.view(torch.bfloat16)[:size] = packed
+        return self._described(half, grouped.HALVES, outputs, inputs, len(parts))
 
     def rows(self, values: torch.Tensor) -> Matrix:
         """Return fp32 `[outputs, inputs]` of which rows are read only."""
@@ -199,19 +166,19 @@ class WeightPacker:
     def _grouped(self, weights: Grouped, outputs: int) -> Matrix:
         rows, inputs = weights.numbers.shape
         floats = -(-self._library.grouped_bytes(weights.kind, rows, inputs) // 64) * 16
-        self._reserve(floats)
-        packed = self._arena.take(floats)
+        packed = self._take(floats)
         least = None if weights.least is None else weights.least.contiguous()
         parts = weights.numbers.contiguous(), weights.scales.contiguous()
         addresses = [part.data_ptr() for part in parts] + [None if least is None else least.data_ptr()]
         self._library.grouped_pack(weights.kind, *addresses, rows, inputs, packed.data_ptr())
         return self._described(packed, weights.kind, outputs, inputs, rows // outputs)
 
-    def _reserve(self, floats: int) -> None:
+    def _take(self, floats: int) -> torch.Tensor:
         if floats > self._left:
             self._left = max(floats, _ARENA_FLOATS)
             self._arena = Arena(self._left)
         self._left -= floats
+        return self._arena.take(floats)
 
     def _described(self, data: torch.Tensor, kind: int, outputs: int, inputs: int, times: int = 1) -> Matrix:
         self.held.append(data)

@@ -25,7 +25,7 @@ class FoundMasks(RowMasks):
 
 
 class StepDraw:
-    """Implements `Draw`; `drawn` has the sampled tokens by request name. Can be pickled."""
+    """Samples a step. `drawn` has the tokens by request name, and is sent back by another process."""
 
     def __init__(self, wanted: Sequence[str], points: Sequence[SamplePoint], masks: RowMasks | None) -> None:
         """`wanted`: names of the rows with `points`; `masks`: their grammar masks."""
@@ -33,6 +33,7 @@ class StepDraw:
         self.drawn: dict[str, Sampled | None] = {}
 
     def __call__(self, logits: Logits, names: Sequence[str]) -> list[int]:
+        """Return a token for each request; `logits` `[requests, vocabulary]` in the order of `names`."""
         if self._wanted:
             at = {name: index for index, name in enumerate(names)}
             found = self._found(logits, [at[name] for name in self._wanted])

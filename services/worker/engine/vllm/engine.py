@@ -4,6 +4,7 @@ Prefix cache, tiers and migration work as with the native engine; distributed at
 (`docs/vllm.md`)."""
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -11,11 +12,35 @@ from services.worker.core.sampling import Sampled
 from services.worker.engine.contract import Row
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.vllm.draw import StepDraw
-from services.worker.engine.vllm.requests import NULL_BLOCKS, Requests
-from services.worker.engine.vllm.seam import ModelRunner
+from services.worker.engine.vllm.requests import NULL_BLOCKS, Requests, StepRequests
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records, records_of
 from shared.blocks import fingerprint
+
+
+class ModelRunner(Protocol):
+    """A model with its KV and kernels; called from one thread."""
+
+    version: str
+    vocabulary: int
+    max_positions: int
+    """Most positions of a sequence: one less than the model's, so that the last sampled token fits."""
+    dtype: torch.dtype
+    """Dtype of weights and KV."""
+    layout: str
+    """Name of a block's memory layout."""
+
+    @property
+    def kv(self) -> Sequence[torch.Tensor]:
+        """Tensors `[NULL_BLOCKS + kv_blocks, …]` by rank and layer, contiguous, with K and V of a block."""
+
+    def run(self, step: StepRequests, draw: StepDraw) -> None:
+        """Run one step. `draw` is called once, and returns each request's next token.
+
+        After an exception the requests of this step must be in `finished` of the next step."""
+
+    def close(self) -> None:
+        """End the other processes."""
 
 
 class VllmEngine:
@@ -100,7 +125,7 @@ class VllmEngine:
         wanted = [name for name, row in zip(step.names, rows, strict=True) if row.point is not None]
         draw = StepDraw(wanted, points, masks)
         try:
-            self._runner.run(step.new, step.continued, step.counts, step.finished, draw)
+            self._runner.run(step, draw)
         except BaseException:
             self.requests.fail()
             raise

@@ -1,25 +1,25 @@
 """`ModelRunner` for vLLM with either of its runners, in this process or on several ranks.
 
-`EngineCore` creates the executor and KV tensors and warms up; its scheduler is not used. Only this module,
-`rank.py` and `steps*.py` use private parts of vLLM, all of which `versions.py` lists."""
+`EngineCore` creates the executor and KV tensors and warms up; its scheduler is not used. Only this module
+and `steps*.py` use private parts of vLLM, all of which `versions.py` lists."""
 
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from services.worker.engine.settings import VllmConfig
-from services.worker.engine.vllm.rank import open_steps
-from services.worker.engine.vllm.requests import NULL_BLOCKS, ContinuedRequest, NewRequest
-from services.worker.engine.vllm.seam import Draw
-from services.worker.engine.vllm.steps import KvPart, Steps
-from services.worker.engine.vllm.steps_v2 import check_v2
+from services.worker.core.sampling import Sampled
+from services.worker.engine.vllm.draw import StepDraw
+from services.worker.engine.vllm.requests import NULL_BLOCKS, StepRequests
+from services.worker.engine.vllm.steps import KvPart, Steps, StepsV1
+from services.worker.engine.vllm.steps_v2 import StepsV2, check_v2
 from services.worker.engine.vllm.versions import check_names, check_version, installed, part, require
+from services.worker.settings import VllmConfig
 from shared.errors import ConfigError
 
 _ENVIRONMENT = {
@@ -31,7 +31,7 @@ _ENVIRONMENT = {
 _MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _PASSED_BYTES = 1 << 20
 """Memory size that passes vLLM's checks; with a number of blocks vLLM ignores it."""
-_RANK = "services.worker.engine.vllm.rank.KvasirRank"
+_RANK = "services.worker.engine.vllm.runner.KvasirRank"
 _SHARED = Path("/dev/shm")
 
 
@@ -118,19 +118,11 @@ class VllmRunner:
         require(not kv_blocks or blocks == kv_blocks + NULL_BLOCKS, f"{kv_blocks} blocks and block 0", blocks)
         require(all(shape[0] == blocks for shape in shapes), "KV begins with the blocks", shapes)
 
-    def run(
-        self,
-        new: Sequence[NewRequest],
-        continued: Sequence[ContinuedRequest],
-        counts: Mapping[str, int],
-        finished: set[str],
-        draw: Draw,
-    ) -> None:
+    def run(self, step: StepRequests, draw: StepDraw) -> None:
         if self._steps is not None:
-            self._steps.run(new, continued, counts, finished, draw)
-            return
-        step = (new, continued, counts, finished, draw)  # the same on every rank
-        draw.drawn = self._executor.collective_rpc("kvasir_step", args=step, unique_reply_rank=0)
+            self._steps.run(step, draw)
+        else:  # the same on every rank
+            draw.drawn = self._executor.collective_rpc("kvasir_step", args=(step, draw), unique_reply_rank=0)
 
     def close(self) -> None:
         self._core.shutdown()
@@ -169,3 +161,38 @@ def _first_line(error: Exception) -> str:
     return next(
         (line for line in lines if line.startswith("Value error, ")), lines[0] if lines else repr(error)
     )
+
+
+def open_steps(
+    runner: Any, config: Any, execute: Callable[[Any], Any], sample: Callable[[None], Any]
+) -> Steps:
+    """Return the `Steps` for vLLM's model runner. Raises ConfigError as `Steps` does."""
+    kind = StepsV2 if config.use_v2_model_runner else StepsV1
+    return kind(runner, config, execute, sample)
+
+
+class KvasirRank:
+    """Extension of vLLM's worker class: methods that its executor calls by name, on each rank of a
+    tensor-parallel model. Every rank has all logits and samples the same tokens from them."""
+
+    kvasir_steps: Steps
+
+    def kvasir_open(self) -> str:
+        """Prepare the rank and return its KV layout. Call this first."""
+        worker: Any = self
+        self.kvasir_steps = open_steps(
+            worker.model_runner, worker.vllm_config, worker.execute_model, worker.sample_tokens
+        )
+        return self.kvasir_steps.layout
+
+    def kvasir_share(self, folder: str) -> list[KvPart]:
+        """See `Steps.share`. Also unlinks vLLM's shared memory, which would outlive a killed rank."""
+        worker: Any = self
+        for left in _SHARED.glob(f"{os.environ['VLLM_DIST_IDENT']}*_{worker.rank}"):
+            left.unlink(missing_ok=True)
+        return self.kvasir_steps.share(folder, worker.rank)
+
+    def kvasir_step(self, step: StepRequests, draw: StepDraw) -> dict[str, Sampled | None]:
+        """Run one step and return the sampled tokens by request name."""
+        self.kvasir_steps.run(step, draw)
+        return draw.drawn

@@ -5,14 +5,14 @@ have the differences between runner V1 and V2."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from services.worker.engine.sampler import Logits
-from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest
-from services.worker.engine.vllm.seam import Draw
+from services.worker.engine.vllm.draw import StepDraw
+from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest, StepRequests
 from services.worker.engine.vllm.versions import check_object, has, part, require
 from shared.errors import ConfigError
 
@@ -60,7 +60,7 @@ class Steps(ABC):
         check_groups(runner.kv_cache_config.kv_cache_groups)
         self._runner, self._config, self._execute, self._sample = runner, config, execute, sample
         self._greedy = part("SamplingParams")(temperature=0.0, max_tokens=1 << 30)
-        self._draw: Draw | None = None
+        self._draw: StepDraw | None = None
         self._hidden: torch.Tensor | None = None
         self._take_the_sampler()
 
@@ -88,25 +88,18 @@ class Steps(ABC):
             parts.append(part)
         return parts
 
-    def run(
-        self,
-        new: Sequence[NewRequest],
-        continued: Sequence[ContinuedRequest],
-        counts: Mapping[str, int],
-        finished: set[str],
-        draw: Draw,
-    ) -> None:
+    def run(self, step: StepRequests, draw: StepDraw) -> None:
         common = (
             {"num_common_prefix_blocks": [0]} if has("SchedulerOutput", "num_common_prefix_blocks") else {}
         )
         scheduled = part("SchedulerOutput")(
-            scheduled_new_reqs=[self._new(each) for each in new],
-            scheduled_cached_reqs=self._continued(continued),
-            num_scheduled_tokens=dict(counts),
-            total_num_scheduled_tokens=sum(counts.values()),
+            scheduled_new_reqs=[self._new(each) for each in step.new],
+            scheduled_cached_reqs=self._continued(step.continued),
+            num_scheduled_tokens=step.counts,
+            total_num_scheduled_tokens=sum(step.counts.values()),
             scheduled_spec_decode_tokens={},
             scheduled_encoder_inputs={},
-            finished_req_ids=finished,
+            finished_req_ids=step.finished,
             free_encoder_mm_hashes=[],
             **common,
         )

@@ -18,7 +18,7 @@ class FetchBuffers:
         self._layers, self._device_blocks = layers, device_blocks
         self.spare: list[int] = []
         """The device's blocks that buffers are made of."""
-        self._pair: Blocks = np.full(ids, _NONE, dtype=np.int32)
+        self.pair: Blocks = np.full(ids, _NONE, dtype=np.int32)
         """Pair of each id."""
         self.is_warm = np.zeros(ids, dtype=bool)
         """Whether the last step fetched the id into the same buffers and it is still outside."""
@@ -39,35 +39,32 @@ class FetchBuffers:
 
     def renumber(self) -> None:
         """Adapt to a changed number of buffers; remaining pairs keep their blocks."""
-        self._pair[self._pair >= self.pairs] = _NONE
+        self.pair[self.pair >= self.pairs] = _NONE
         self.is_warm[:] = False
-        taken = set(self._pair[self._pair >= 0].tolist())
+        taken = set(self.pair[self.pair >= 0].tolist())
         self._free = [pair for pair in range(self.pairs) if pair not in taken]
 
     def claim(self, blocks: Blocks) -> None:
         """Give each block a pair, taken from other blocks if necessary. Raises ValueError if too few."""
-        missing = blocks[self._pair[blocks] < 0]
+        missing = blocks[self.pair[blocks] < 0]
         if len(missing) > len(self._free):
-            idle = self._pair >= 0
+            idle = self.pair >= 0
             idle[blocks] = False
             for block in np.flatnonzero(idle)[: len(missing) - len(self._free)].tolist():
                 self.forget(block)
         if len(missing) > len(self._free):
             raise ValueError(f"{len(blocks)} blocks outside are read with only {self.pairs} pairs of buffers")
         for block in missing.tolist():
-            self._pair[block] = self._free.pop()
+            self.pair[block] = self._free.pop()
 
     def forget(self, block: int) -> None:
         """Take the block's pair away."""
-        pair = int(self._pair[block])
+        pair = int(self.pair[block])
         self.is_warm[block] = False
         if pair >= 0:
-            self._pair[block] = _NONE
+            self.pair[block] = _NONE
             if pair < self.pairs:
                 self._free.append(pair)
-
-    def pairs_of(self, blocks: Blocks) -> Blocks:
-        return self._pair[blocks]
 
     def arena(self, pairs: Blocks, parity: int) -> Blocks:
         """Return the places of the pairs' buffers of one parity in memory ordered by layer."""
@@ -78,5 +75,5 @@ class FetchBuffers:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each pair is free or one block's."""
-        taken = self._pair[self._pair >= 0].tolist()
+        taken = self.pair[self.pair >= 0].tolist()
         assert sorted([*taken, *self._free]) == list(range(self.pairs))

@@ -95,28 +95,22 @@ class StoredEvents:
         node = self._tree.find(name)
         places = () if node is None else node.places
         now = frozenset(tier for tier, place in zip(Tier, places, strict=False) if place is not None)
-        known = self._named.get(name)
+        is_known = name in self._named
         before = self._told.get(name, frozenset())
         events.extend(BlockRemoved([name], MEDIUMS[tier]) for tier in sorted(before - now))
-        if known is not None:
+        if is_known:
             for tier in sorted(now - before):
-                self._store(name, *known, MEDIUMS[tier], events)
-        if now and known is not None:
+                self._store(name, MEDIUMS[tier], events)
+        if now and is_known:
             self._told[name] = now
         else:
             self._told.pop(name, None)
         if not now:
             self._named.pop(name, None)
 
-    def _store(
-        self,
-        name: BlockHash,
-        parent: BlockHash | None,
-        tokens: Sequence[int],
-        medium: str,
-        events: list[Event],
-    ) -> None:
+    def _store(self, name: BlockHash, medium: str, events: list[Event]) -> None:
         """Append a block to the last event where it follows, else add an event."""
+        parent, tokens = self._named[name]
         last = events[-1] if events else None
         if isinstance(last, BlockStored) and last.medium == medium and last.block_hashes[-1] == parent:
             last.block_hashes.append(name)

@@ -5,7 +5,6 @@ time (docs/decisions/0066). Of `n` stored blocks, the first `k` are loaded such 
 k) is least. A tier of unknown speed is probed with a few blocks, and a tier that lost is probed again now and
 then. The savings and costs of each tier are counted. Source: `algorithms.md` §5."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,36 +23,17 @@ _LEAST_PATIENCE_S = 0.05
 """Minimum time before a load is abandoned: the copying thread may have to wait for a core."""
 
 
-class KvPlace(ABC):
-    """Where a block that leaves the device may go. A new kind is a subclass, and an entry in the caller's
-    list of candidates."""
-
-    @abstractmethod
-    def cost_s(self, gate: "CostGate", returning: float) -> float | None:
-        """Return the expected seconds per block if the share `returning` comes back; None: not measured."""
-
-
 @dataclass(frozen=True, slots=True)
-class KeptKv(KvPlace):
-    """A tier, from which a block is loaded again."""
+class KvPlace:
+    """Where a block that leaves the device may go."""
 
-    tier: Tier
+    tier: Tier | None
+    """The tier from which the block is loaded again; None: nowhere, it is computed again."""
     is_waited_for: bool = False
     """The engine waits for copies to it. A copy is assumed to take as long as a load."""
 
-    def cost_s(self, gate: "CostGate", returning: float) -> float | None:
-        block_s = gate.block_s(self.tier)
-        return (self.is_waited_for + returning) * block_s if block_s else None
 
-
-class Dropped(KvPlace):
-    """Nowhere: the block is computed again."""
-
-    def cost_s(self, gate: "CostGate", returning: float) -> float | None:
-        return None if gate.recompute_block_s is None else returning * gate.recompute_block_s
-
-
-HOST, PEERS, DROPPED = KeptKv(Tier.HOST, is_waited_for=True), KeptKv(Tier.PEER), Dropped()
+HOST, PEERS, DROPPED = KvPlace(Tier.HOST, is_waited_for=True), KvPlace(Tier.PEER), KvPlace(None)
 
 
 class CostGate:
@@ -134,12 +114,17 @@ class CostGate:
         used while any cost, or the share `returning` of blocks that come back, is unknown."""
         best, least_s = places[0], float("inf")
         for place in places:
-            cost_s = None if returning is None else place.cost_s(self, returning)
+            cost_s = None if returning is None else self._place_s(place, returning)
             if cost_s is None:
                 return places[0]
             if cost_s < least_s:
                 best, least_s = place, cost_s
         return best
+
+    def _place_s(self, place: KvPlace, returning: float) -> float | None:
+        """Return the expected seconds per block if the share `returning` comes back; None: not measured."""
+        block_s = self.recompute_block_s if place.tier is None else self.block_s(place.tier) or None
+        return None if block_s is None else (place.is_waited_for + returning) * block_s
 
     def most_s(self, blocks: int) -> float:
         """Return the time after which to abandon a load."""

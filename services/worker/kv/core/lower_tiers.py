@@ -7,9 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from services.worker.kv.core.block_manager import Inventory
-from services.worker.kv.core.kv_events import StoredEvents
 from services.worker.kv.core.load_policy import DROPPED, PEERS, CostGate
-from services.worker.kv.core.prefix_news import PrefixNews
 from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.tier_copier import BlockMover, StoredBlock
 from shared.blocks import BlockHash
@@ -138,7 +136,7 @@ class LowerTiers:
         self._mover = mover
         self.has_disk, self.has_peers = books.disk.total > 0, books.peers.most > 0
         self.gate = gate
-        self.counts = books.counts
+        self.counts, self.tree = books.counts, books.tree
         self.writes = WriteBehind(books, mover, Tier.DISK)
         self.peers = PeerKeeping(books, mover, gate)
         self.reading: dict[BlockHash, int] = {}
@@ -188,14 +186,6 @@ class LowerTiers:
         """End `keep` for blocks that came back or never will."""
         for node in reversed(list(nodes)):
             self._books.unkeep(node)
-
-    def tell(self, worker_id: str, incarnation: int) -> PrefixNews:
-        """Return the events for placement, from what is stored now on."""
-        return PrefixNews(self._books.tree, worker_id, incarnation)
-
-    def tell_outside(self, block_tokens: int) -> StoredEvents:
-        """Return the events for external readers."""
-        return StoredEvents(self._books.tree, block_tokens)
 
     def prefetch(
         self, names: Sequence[BlockHash], most_blocks: int, needed: Collection[BlockHash] | None = None

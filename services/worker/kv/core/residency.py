@@ -284,7 +284,7 @@ class Residency:
                 fetched_from=self._row[fetched],
                 kept=len(kept),
                 place=place,
-                buffer=self.buffers.pairs_of(fetched),
+                buffer=self.buffers.pair[fetched],
                 saves=saves,
                 save_from=self._slot[saves],
                 save_to=self._row[saves],

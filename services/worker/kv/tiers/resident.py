@@ -217,20 +217,8 @@ class ResidentKv:
         at = np.flatnonzero((tables >= first) & (tables < first + len(plan.fetched))).astype(np.int32)
         even, odd = (residency.buffers.arena(plan.buffer, parity) for parity in (0, 1))
         which = tables[at] - first
-        self.stream.begin(
-            StreamWork(
-                plan.fetched_from,
-                plan.kept,
-                plan.place,
-                even,
-                odd,
-                at,
-                which,
-                tables,
-                plan.save_from,
-                plan.save_to,
-            )
-        )
+        fetched = plan.fetched_from, plan.kept, plan.place, even, odd
+        self.stream.begin(StreamWork(*fetched, at, which, tables, plan.save_from, plan.save_to))
         self.is_streaming = True
 
     def enter(self, layer: int) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from services.worker.engine.spans import PackedSpans
 from services.worker.peers.attention.core.cost import ComputeBudget
-from services.worker.peers.attention.interfaces import Brought, LentBlocks, Question, Turn
+from services.worker.peers.attention.interfaces import Brought, LentBlocks, Turn
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
@@ -71,9 +71,8 @@ class LentGrants:
         """Return the grants with their generations now, and protect their blocks until `leave`, which must
         follow. None when a grant is not this debtor's or has ended."""
         entered: list[GrantRef] = []
-        start = debtor.worker_id, debtor.incarnation
         for ref in grants:
-            generation = self._grants.enter(start, ref.grant_id, ref.generation, self._clock())
+            generation = self._grants.enter(debtor, ref.grant_id, ref.generation, self._clock())
             if generation is None:
                 self.leave(entered)
                 return None
@@ -138,9 +137,9 @@ class Creditor:
         self._described: dict[tuple[Peer, KvTier], OrderedDict[int, _Known]] = {}
         self._lock = threading.Lock()
         self.receivers: dict[str, Receiver] = {
-            ATTEND: partial(self._admit, self._asked),
+            ATTEND: partial(self._admit, self._written),
             NATIVE: self._announced,
-            WRITE: partial(self._admit, self._asked),
+            WRITE: partial(self._admit, self._written),
             FETCH: partial(self._admit, self._fetch),
         }
 
@@ -232,17 +231,10 @@ class Creditor:
 
     # --- messages about a part
 
-    def _asked(
-        self, memory: LentBlocks, request: Request, described: Described, sizes_bytes: Sequence[int]
-    ) -> Prepared:
-        """Take a `kv.attend`, or a `kv.write`, which is the same without queries."""
-        question = Question(request.layer, request.q_heads, request.scaling, request.softcap)
-        return self._written(memory, question, described, sizes_bytes)
-
     def _written(
-        self, memory: LentBlocks, asked: Question, described: Described, sizes_bytes: Sequence[int]
+        self, memory: LentBlocks, asked: Request, described: Described, sizes_bytes: Sequence[int]
     ) -> Prepared:
-        """Write, then attend if there are queries."""
+        """Take a `kv.attend`: write, then attend if there are queries. A `kv.write` has none."""
         if not 0 <= asked.q_heads <= _MAX_Q_HEADS:
             raise InvalidMessage(f"{asked.q_heads} query heads")
         expected = memory.sizes_bytes(asked, described.rows, len(described.kept))
@@ -258,7 +250,7 @@ class Creditor:
 
         return write, [bytes_of(each) for each in brought]
 
-    def _attend(self, memory: LentBlocks, asked: Question, spans: PackedSpans, brought: Brought) -> Reply:
+    def _attend(self, memory: LentBlocks, asked: Request, spans: PackedSpans, brought: Brought) -> Reply:
         is_busy, began_s = self._is_busy(), self._clock()
         if not memory.attends or not self.budget.may_compute(began_s, is_busy=is_busy):
             return Reply(msgspec.msgpack.encode(Attended(over_budget=True)))
@@ -281,7 +273,8 @@ class Creditor:
         write: Callable[[], object] | None = None
         buffers: Sequence[Buffer] = ()
         if sizes_bytes:
-            write, buffers = self._written(memory, Question(request.write_layer, 0), described, sizes_bytes)
+            written = msgspec.structs.replace(request, layer=request.write_layer, q_heads=0)
+            write, buffers = self._written(memory, written, described, sizes_bytes)
 
         def fetch() -> Reply:
             """Reply with a copy, so that the grant may end while it is sent."""
@@ -303,7 +296,7 @@ class Creditor:
         if not 0 < request.q_heads <= _MAX_Q_HEADS:
             raise InvalidMessage(f"{request.q_heads} query heads")
         for layer in range(memory.layers):
-            memory.sizes_bytes(Question(layer, request.q_heads), 0, 0)
+            memory.sizes_bytes(msgspec.structs.replace(request, layer=layer), 0, 0)
         if sizes_bytes:
             raise InvalidMessage("an announcement of an exchange carries no buffers")
 

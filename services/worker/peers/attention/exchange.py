@@ -25,6 +25,7 @@ from services.worker.engine.native.library import (
     declare,
     describe_spans,
     fields,
+    rows_of_heads,
 )
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Part
@@ -176,7 +177,7 @@ class Asker:
 
     def ask(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, shape: Shape) -> None:
         """Ask for one layer. Each tensor is `[rows, heads, dim]`, with all rows of the step."""
-        queries, keys, values = (_rows(each) for each in (queries, keys, values))
+        queries, keys, values = (rows_of_heads(each) for each in (queries, keys, values))
         asking = self._asking
         rows, heads, value_dim = asking.rows, queries.shape[1], values.shape[2]
         if self._output.shape != (rows, heads, value_dim):
@@ -224,12 +225,6 @@ class Asker:
         if answers[0] != _FULL:
             _check(answers[0])
         return answers[0]
-
-
-def _rows(rows: Tensor) -> Tensor:
-    """Return rows as fp32 with contiguous heads, as a view if possible."""
-    rows = rows.float()
-    return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
 
 
 _ERRORS: dict[int, tuple[type[KvasirError], str]] = {

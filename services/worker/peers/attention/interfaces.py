@@ -50,16 +50,6 @@ class Turn:
     """The debtor has ended the exchange: messages follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A request about one layer of a part."""
-
-    layer: int
-    q_heads: int
-    scaling: float = 1.0
-    softcap: float | None = None
-
-
 class LentBlocks(ABC):
     """Lent memory of one tier, all layers. Calls verify the blocks they access, and raise CorruptedKv."""
 
@@ -82,17 +72,17 @@ class LentBlocks(ABC):
         return False
 
     @abstractmethod
-    def sizes_bytes(self, asked: Question, rows: int, kept: int) -> list[int]:
+    def sizes_bytes(self, asked: Request, rows: int, kept: int) -> list[int]:
         """Return the sizes of a request's buffers: queries, if any, then keys and values to keep.
 
         Raises InvalidMessage for a request that does not fit these pools."""
 
     @abstractmethod
-    def write(self, asked: Question, brought: Brought, slots: npt.NDArray[np.int64]) -> None:
+    def write(self, asked: Request, brought: Brought, slots: npt.NDArray[np.int64]) -> None:
         """Store the keys and values of a request's buffers."""
 
     @abstractmethod
-    def attend(self, asked: Question, spans: PackedSpans, brought: Brought) -> Sequence[Buffer]:
+    def attend(self, asked: Request, spans: PackedSpans, brought: Brought) -> Sequence[Buffer]:
         """Return the answer's buffers."""
 
     @abstractmethod

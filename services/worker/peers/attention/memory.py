@@ -24,7 +24,8 @@ from services.worker.engine.paged import Shape, dims_of
 from services.worker.engine.spans import PackedSpans
 from services.worker.peers.attention import exchange
 from services.worker.peers.attention.exchange import serve
-from services.worker.peers.attention.interfaces import Brought, LentBlocks, Question, Turn
+from services.worker.peers.attention.interfaces import Brought, LentBlocks, Turn
+from services.worker.peers.attention.messages import Request
 from services.worker.peers.transport.base import Buffer, bytes_of
 from services.worker.peers.transport.pipe import Pipe
 from shared.errors import CorruptedKv, InvalidMessage
@@ -150,16 +151,16 @@ class LentMemory(LentBlocks):
     def is_native(self) -> bool:
         return isinstance(self.backend, NativeSeals)
 
-    def sizes_bytes(self, asked: Question, rows: int, kept: int) -> list[int]:
+    def sizes_bytes(self, asked: Request, rows: int, kept: int) -> list[int]:
         """See `LentBlocks`: queries, keys and values, fp32."""
         return [4 * math.prod(shape) for shape in self._shapes(asked, rows, kept)]
 
-    def write(self, asked: Question, brought: Brought, slots: npt.NDArray[np.int64]) -> None:
+    def write(self, asked: Request, brought: Brought, slots: npt.NDArray[np.int64]) -> None:
         shapes = self._shapes(asked, 0, len(slots))[-2:]
         keys, values = (self._floats(*each) for each in zip(brought[-2:], shapes, strict=True))
         self.backend.write(asked.layer, keys, values, torch.from_numpy(slots).to(self._device))
 
-    def attend(self, asked: Question, spans: PackedSpans, brought: Brought) -> list[Buffer]:
+    def attend(self, asked: Request, spans: PackedSpans, brought: Brought) -> list[Buffer]:
         """Return output and log-sum-exp."""
         shape = self._shapes(asked, int(spans.first_row[-1]), 0)[0]
         queries = self._floats(brought[0], shape)
@@ -181,7 +182,7 @@ class LentMemory(LentBlocks):
         assert isinstance(self.backend, NativeSeals)
         return serve(self.backend.memory, pipe, lent, q_heads=q_heads, is_full=is_full)
 
-    def _shapes(self, asked: Question, rows: int, kept: int) -> list[tuple[int, int, int]]:
+    def _shapes(self, asked: Request, rows: int, kept: int) -> list[tuple[int, int, int]]:
         k_pool, v_pool = self.pools[asked.layer]
         kv_heads, (head_dim, value_dim) = k_pool.shape[1], dims_of((k_pool, v_pool))
         if asked.q_heads % kv_heads:

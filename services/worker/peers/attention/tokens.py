@@ -17,7 +17,7 @@ from services.worker.engine.partition import Part
 from services.worker.engine.simulated import token_sums
 from services.worker.engine.spans import PackedSpans
 from services.worker.kv.tiers.records import LayerPools
-from services.worker.peers.attention.interfaces import BlockDebtor, Brought, LentBlocks, LentTier, Question
+from services.worker.peers.attention.interfaces import BlockDebtor, Brought, LentBlocks, LentTier
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
@@ -51,15 +51,15 @@ class TokenMemory(LentBlocks):
     def blocks(self) -> int:
         return len(self.tokens)
 
-    def sizes_bytes(self, asked: Question, rows: int, kept: int) -> list[int]:
+    def sizes_bytes(self, asked: Request, rows: int, kept: int) -> list[int]:
         if asked.q_heads > _ONE_HEAD:
             raise InvalidMessage(f"{asked.q_heads} query heads where there is one")
         return [kept * self.tokens.itemsize]
 
-    def write(self, asked: Question, brought: Brought, slots: npt.NDArray[np.int64]) -> None:
+    def write(self, asked: Request, brought: Brought, slots: npt.NDArray[np.int64]) -> None:
         self.tokens.reshape(-1)[slots] = brought[-1].view(np.int32)
 
-    def attend(self, asked: Question, spans: PackedSpans, brought: Brought) -> list[Buffer]:
+    def attend(self, asked: Request, spans: PackedSpans, brought: Brought) -> list[Buffer]:
         return [bytes_of(token_sums(self.tokens, spans))]
 
     def served_s(self, spans: PackedSpans, *, is_busy: bool) -> float:

@@ -34,8 +34,6 @@ class HeardWorker:
     incarnation: int
     host: str
     model: str
-    fingerprint: bytes
-    """Names the layout of its KV; empty where no other worker could read it."""
     lendable_tokens: int
     """Most KV that it ever lends."""
     free_fraction: float
@@ -63,7 +61,6 @@ class Neighbours:
             incarnation=report.incarnation,
             host=report.host,
             model=report.model,
-            fingerprint=report.fingerprint,
             lendable_tokens=capacity.most_lent_blocks * report.block_tokens,
             free_fraction=capacity.plannable_blocks / max(1, capacity.total_blocks),
         )

@@ -26,9 +26,9 @@ from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.lending.core.debts import GrantKey
 from services.worker.peers.lending.debtor import Debtor, Owner
 from services.worker.peers.registry import Registry
-from services.worker.peers.settings import LendingConfig
 from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reception, Reply, bytes_of
 from services.worker.peers.transport.link import PeerLink
+from services.worker.settings import LendingConfig
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError, Overloaded, PeerLost, StaleEpoch

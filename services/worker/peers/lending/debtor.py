@@ -13,7 +13,7 @@ import msgspec
 
 from services.worker.peers.lending.core.borrowing import AskCreditor, Borrowing, CreditorQuestion, is_answer
 from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
-from services.worker.peers.settings import LendingConfig
+from services.worker.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus, fenced
 from shared.clock import Clock

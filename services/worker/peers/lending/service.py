@@ -23,7 +23,7 @@ from services.worker.peers.lending.debtor import Debtor, Owner
 from services.worker.peers.lending.recalls import HANDLERS as RECALLS
 from services.worker.peers.lending.recalls import Recalls
 from services.worker.peers.lending.stock import Stock
-from services.worker.peers.settings import LendingConfig
+from services.worker.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler
 from shared.clock import Clock

@@ -13,7 +13,7 @@ from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.migration.source import BlockSource
 from services.worker.peers.migration.target import Target
 from services.worker.peers.registry import Registry
-from services.worker.peers.settings import TransferConfig
+from services.worker.settings import TransferConfig
 from shared import subjects
 from shared.average import averaged
 from shared.bus import Bus, Endpoint, Handler
@@ -52,8 +52,7 @@ class Transfers:
 
     async def serve(self) -> None:
         """Give and fetch blocks, until cancelled."""
-        for kind, receiver in self._source.receivers.items():
-            self._registry.plane.desk.serve(kind, receiver)
+        self._registry.plane.desk.serve(self._source.receivers)
         try:
             await self._bus.attach(HANDLERS, self._target)
             while True:

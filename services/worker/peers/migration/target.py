@@ -22,9 +22,9 @@ from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.kv.transfers import Route, Throttle
 from services.worker.peers.migration.source import BLOCKS, GivenBlocks, WantedBlocks
 from services.worker.peers.registry import Registry
-from services.worker.peers.settings import TransferConfig
 from services.worker.peers.transport.base import bytes_of
 from services.worker.peers.transport.link import PeerLink
+from services.worker.settings import TransferConfig
 from shared.blocks import BlockHash, chain, root
 from shared.clock import Clock, monotonic_s
 from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError

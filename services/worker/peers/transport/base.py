@@ -8,7 +8,7 @@ read, and allocates only what it admits. `docs/bulk.md` lists the guarantees. Kn
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +44,7 @@ class TransportLimits:
     """A link without a request for this long is closed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(NamedTuple):
     """A worker at one end of a link; the larger incarnation is the current one."""
 
     worker_id: str

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.peers.core.neighbours import TransportChoice
-from services.worker.peers.settings import BulkConfig
 from services.worker.peers.transport.base import Peer, Reception, Reply
 from services.worker.peers.transport.link import PeerLink
 from services.worker.peers.transport.server import SocketListener, WorkerDesk
 from services.worker.peers.transport.shm import ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.peers.transport.ucx import UcxTransport
-from shared.clock import Clock, monotonic_s
+from services.worker.settings import BulkConfig
+from shared.clock import monotonic_s
 from shared.errors import (
     ConfigError,
     InvalidMessage,
@@ -88,14 +88,11 @@ class PeerAddress:
 class Plane:
     """A worker's listeners, and its dialler."""
 
-    def __init__(
-        self, own: Peer, host: str, transports: Sequence[BulkTransport], clock: Clock = monotonic_s
-    ) -> None:
+    def __init__(self, own: Peer, host: str, transports: Sequence[BulkTransport]) -> None:
         self.own = own
-        self.desk = WorkerDesk(own, clock=clock)
-        self.desk.serve(KIND, answer_probe)
+        self.desk = WorkerDesk(own)
+        self.desk.serve({KIND: answer_probe})
         self.choice = TransportChoice([transport.name for transport in transports], host)
-        self._clock = clock
         self._transports = {transport.name: transport for transport in transports}
         self._listeners: dict[str, SocketListener] = {}
         self.addresses: Mapping[str, str] = {}
@@ -117,20 +114,20 @@ class Plane:
         Raises NoResponder without a common transport, else the error of the last attempt. Unauthorized and
         StaleEpoch end the attempts at once."""
         worker_id = to.peer.worker_id
-        until_s = self._clock() + deadline_s
-        if self.choice.needs_comparison(worker_id, self._clock()):
+        until_s = monotonic_s() + deadline_s
+        if self.choice.needs_comparison(worker_id, monotonic_s()):
             await self._compare(to, issue, deadline_s / 2)
         names = self._ranking(to)
         failure: KvasirError = NoResponder(f"no bulk transport leads to worker {worker_id}")
         for place, name in enumerate(names):
-            share_s = max(0.001, (until_s - self._clock()) / (len(names) - place))
+            share_s = max(0.001, (until_s - monotonic_s()) / (len(names) - place))
             try:
                 return await self._dial(to, name, issue, share_s)
             except (Unauthorized, StaleEpoch):
                 raise
             except KvasirError as error:
                 failure = error
-                self.choice.on_failure(worker_id, name, self._clock())
+                self.choice.on_failure(worker_id, name, monotonic_s())
                 _log.warning("no link to %s by %s: %s", worker_id, name, error)
         raise failure
 
@@ -144,7 +141,7 @@ class Plane:
         self.choice.rates.link(link.peer.worker_id, link.transport).on_carried(PROBE_BYTES, took_s)
 
     def _ranking(self, to: PeerAddress) -> list[str]:
-        return self.choice.ranking(to.peer.worker_id, to.addresses, to.host, self._clock())
+        return self.choice.ranking(to.peer.worker_id, to.addresses, to.host, monotonic_s())
 
     async def _compare(self, to: PeerAddress, issue: Issue, deadline_s: float) -> None:
         """Measure the transports that reach the worker, if several do. Raises Unauthorized, StaleEpoch."""
@@ -158,12 +155,12 @@ class Plane:
             except (Unauthorized, StaleEpoch):
                 raise
             except KvasirError as error:
-                self.choice.on_failure(worker_id, name, self._clock())
+                self.choice.on_failure(worker_id, name, monotonic_s())
                 _log.info("%s to %s was not measured: %s", name, worker_id, error)
             finally:
                 if link is not None:
                     link.close()
-        self.choice.compared_s[worker_id] = self._clock()
+        self.choice.compared_s[worker_id] = monotonic_s()
 
     async def _dial(self, to: PeerAddress, name: str, issue: Issue, deadline_s: float) -> PeerLink:
         ticket = await issue()

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
 from secrets import token_bytes
@@ -86,9 +86,9 @@ class WorkerDesk:
         """By name."""
         self._lives = Incarnations()
 
-    def serve(self, kind: str, receiver: Receiver) -> None:
-        """Register the receiver of a kind, in place of any earlier one."""
-        self._receivers[kind] = receiver
+    def serve(self, receivers: Mapping[str, Receiver]) -> None:
+        """Register receivers by kind, in place of any earlier ones."""
+        self._receivers.update(receivers)
 
     def receiver(self, kind: str) -> Receiver:
         """Return the receiver of a kind. Raises InvalidRequest when there is none."""

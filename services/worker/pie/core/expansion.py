@@ -147,7 +147,10 @@ class ExpansionController:
             if self._trial is not None:
                 self._fail()
             else:
-                self._drop(self._fitting_below(window), self._longer_hold())
+                wanted = lower(self.fifo_layers)
+                while wanted and not self._is_fitting(wanted, window):
+                    wanted = lower(wanted)
+                self._drop(wanted, self._longer_hold())
         elif self._trial is not None:
             if self._is_kept(window):
                 self._raise_if_room(window)
@@ -189,12 +192,6 @@ class ExpansionController:
         wanted = min(self.fifo_layers + self._stride, self.most)
         while wanted > self.fifo_layers and not self._is_fitting(wanted, window):
             wanted -= 1
-        return wanted
-
-    def _fitting_below(self, window: Window) -> int:
-        wanted = lower(self.fifo_layers)
-        while wanted and not self._is_fitting(wanted, window):
-            wanted = lower(wanted)
         return wanted
 
     def _is_fitting(self, wanted: int, window: Window) -> bool:

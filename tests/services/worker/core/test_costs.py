@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.worker.core.costs import COSTS, find_cost
 from services.worker.core.costs.fitted import OPT_13B_A100
-from services.worker.core.costs.linear import MeasuredStep, fit_linear
+from sim.linear_cost import MeasuredStep, fit_linear
 
 
 def test_the_published_numbers() -> None:

@@ -23,8 +23,8 @@ from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.residency import Residency
-from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.core.tier_copier import BlockMover
+from services.worker.settings import PrefixCacheConfig
 from shared.messages.plans import BatchPlan, Preemption, PreemptMode, SkipReason
 from shared.messages.sequence import FinishReason
 from tests.services.worker.conftest import VOCABULARY, new_model

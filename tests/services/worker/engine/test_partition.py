@@ -447,11 +447,11 @@ def test_merging_survives_parts_without_keys_and_scores_of_any_size() -> None:
 def test_rows_of_similar_length_share_a_table_and_full_blocks_need_no_mask() -> None:
     """Else a decode of many rows in torch is slower, and no less right."""
     spans = [Span(length - 1, 1, list(range(100))) for length in (1, 9, 30, 200, 300)]
-    layout = build(spans, 5, block_tokens=4, window_tokens=None, dtype=torch.float32, device=CPU)
-    sizes = [(group.start, group.end, group.tables.shape[1]) for group in layout.groups]
+    groups, _ = build(spans, 5, block_tokens=4, window_tokens=None, dtype=torch.float32, device=CPU)
+    sizes = [(group.start, group.end, group.tables.shape[1]) for group in groups]
     assert sizes == [(0, 2, 3), (2, 3, 8), (3, 5, 75)]
     full = [Span(7, 1, [4, 5]), Span(7, 1, [1, 2])]
-    (group,) = build(full, 2, block_tokens=4, window_tokens=None, dtype=torch.float32, device=CPU).groups
+    (group,), _ = build(full, 2, block_tokens=4, window_tokens=None, dtype=torch.float32, device=CPU)
     assert group.mask is None and group.tables.tolist() == [[4, 5], [1, 2]]
-    (group,) = build(full, 2, block_tokens=4, window_tokens=4, dtype=torch.float32, device=CPU).groups
+    (group,), _ = build(full, 2, block_tokens=4, window_tokens=4, dtype=torch.float32, device=CPU)
     assert group.tables.tolist() == [[5], [2]], "blocks before the window are dropped"

@@ -15,7 +15,7 @@ from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.pie.blocks import BlockPie
 from services.worker.pie.core.sizes import slot_blocks
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings
 from shared.errors import ConfigError, InternalError
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.engine.rig import BLOCK_TOKENS, GREEDY, Sequences

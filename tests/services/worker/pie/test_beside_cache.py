@@ -9,11 +9,10 @@ from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
 from services.worker.kv.core.radix_tree import Tier
-from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine
 from services.worker.pie.blocks import BlockPie
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings, PrefixCacheConfig
 from shared.errors import ConfigError
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, PrefixRig

@@ -13,7 +13,7 @@ from services.worker.engine.loading import describe
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.pie.blocks import BlockPie
 from services.worker.pie.core.meter import DecodeCost
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings
 from shared.messages.sequence import Sampling
 from tests.services.worker.engine.rig import BLOCK_TOKENS
 

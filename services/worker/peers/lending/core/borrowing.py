@@ -254,18 +254,16 @@ class Borrowing:
     def _next(self, now_s: float) -> CreditorQuestion | None:
         if self._candidates:
             creditor_id, self._tier = self._candidates.popleft()
-            return AskCreditor(
-                creditor_id,
-                BorrowBlocks(
-                    debtor_id=self._debtor_id,
-                    debtor_incarnation=self._incarnation,
-                    request=next(self._requests),
-                    blocks=self._missing_blocks,
-                    tier=self._tier,
-                    fingerprint=self._fingerprint,
-                    for_cache=self._for_cache,
-                ),
+            question = BorrowBlocks(
+                debtor_id=self._debtor_id,
+                debtor_incarnation=self._incarnation,
+                request=next(self._requests),
+                blocks=self._missing_blocks,
+                tier=self._tier,
+                fingerprint=self._fingerprint,
+                for_cache=self._for_cache,
             )
+            return AskCreditor(creditor_id, question)
         if self._rounds < self._most_rounds and self._refused:
             return self._ask_ledger()
         self.on_no_ledger(now_s)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from services.worker.engine.native.families import rotation
 from services.worker.engine.native.library import ADDRESS, INT32, INT64, declare, fields, load
-from services.worker.engine.native.weights import Arena, Gemm, Matrix, pack
+from services.worker.engine.native.weights import Matrix, WeightPacker, pack
 from tests.rounding import assert_within, gated_bound, product_bound
 
 
@@ -48,7 +48,6 @@ def multiply(
     library.gemm(GemmCall(*at, a.shape[0], c.shape[1], a.shape[1], epilogue, threads))
 
 
-GEMM = Gemm(load())
 rows = st.one_of(st.integers(1, 26), st.sampled_from([64, 190, 200, 385]))
 outputs = st.one_of(st.integers(1, 200), st.sampled_from([64, 256, 512]))
 inputs = st.one_of(st.integers(1, 90), st.sampled_from([256, 512, 513, 1100]))
@@ -58,9 +57,13 @@ def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def packed(*weights: torch.Tensor) -> torch.Tensor:
-    outputs = sum(weight.shape[0] for weight in weights)
-    return GEMM.pack(weights, Arena(GEMM.packed_floats(outputs, weights[0].shape[1])))
+def packed(weight: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    packer = WeightPacker(load())
+    if up is None:
+        packer.pack(weight)
+    else:
+        packer.pack_pair(weight, up)
+    return packer.held[0]
 
 
 @settings(max_examples=120)
@@ -83,7 +86,7 @@ def test_the_product_is_torchs(rows: int, outputs: int, inputs: int, add: bool, 
 def test_a_pair_is_multiplied_through_silu(rows: int, outputs: int, inputs: int, seed: int) -> None:
     a = random(rows, inputs, seed=seed)
     gate, up = random(outputs, inputs, seed=seed + 1), random(outputs, inputs, seed=seed + 2)
-    pair = GEMM.pack_pair(gate, up, Arena(GEMM.packed_pair_floats(outputs, inputs)))
+    pair = packed(gate, up)
     c = torch.full((rows, outputs), float("nan"))
     multiply(a, pair, c, Epilogue.SILU_MUL)
     doubled = a.double()
@@ -107,7 +110,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(
 @pytest.mark.parametrize("value", [-100.0, -88.5, -20.0, -0.0, 0.0, 1e-8, 20.0, 88.0, 100.0, 1e19])
 def test_silu_holds_at_the_borders(value: float) -> None:
     one = torch.ones(1, 1)
-    pair = GEMM.pack_pair(one, one, Arena(GEMM.packed_pair_floats(1, 1)))
+    pair = packed(one, one)
     c = torch.empty(1, 1)
     multiply(torch.full((1, 1), value), pair, c, Epilogue.SILU_MUL)
     expected = functional.silu(torch.tensor(value).double()) * value

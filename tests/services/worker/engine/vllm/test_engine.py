@@ -4,7 +4,7 @@ At its start, what is not as expected is refused in a sentence."""
 
 import pickle
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +23,8 @@ from services.worker.engine.grammar_masks import RowMasks
 from services.worker.engine.sampler import Logits
 from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.engine import VllmEngine
-from services.worker.engine.vllm.requests import NULL_BLOCKS, ContinuedRequest, NewRequest
+from services.worker.engine.vllm.requests import NULL_BLOCKS, NewRequest, StepRequests
 from services.worker.engine.vllm.runner import check_device
-from services.worker.engine.vllm.seam import Draw
 from services.worker.engine.vllm.steps import KvPart, as_it_lies, check_groups
 from services.worker.kv.store import CacheableEngine
 from shared.errors import ConfigError
@@ -72,29 +71,23 @@ class TokenRunner:
     def kv(self) -> Sequence[torch.Tensor]:
         return [self._blocks]
 
-    def run(
-        self,
-        new: Sequence[NewRequest],
-        continued: Sequence[ContinuedRequest],
-        counts: Mapping[str, int],
-        finished: set[str],
-        draw: Draw,
-    ) -> None:
+    def run(self, step: StepRequests, draw: StepDraw) -> None:
+        counts = step.counts
         breaks, self.break_next = self.break_next, ""
         if breaks == "before":
             raise Broken
-        for name in finished:
+        for name in step.finished:
             self._requests.pop(name, None)
-        for request in new:
+        for request in step.new:
             assert request.name not in self._requests
             self._requests[request.name] = _Kept(request)
-        for each in continued:
+        for each in step.continued:
             kept = self._requests[each.name]
             kept.blocks += each.more_blocks
             kept.computed = each.computed
             assert len(kept.tokens) == kept.prompt_tokens + each.outputs == each.computed + 1
         assert set(counts) == set(self._requests), "requests are kept that no step has"
-        self.new, self.continued = self.new + len(new), self.continued + len(continued)
+        self.new, self.continued = self.new + len(step.new), self.continued + len(step.continued)
         self.most_requests = max(self.most_requests, len(counts))
         if breaks == "after":
             raise Broken

@@ -87,8 +87,7 @@ class Lender:
             host=self.host,
         )
         self.desk = WorkerDesk(Peer(f"worker-creditor-{next(_numbers)}", 1))
-        for kind, receiver in self.creditor.receivers.items():
-            self.desk.serve(kind, receiver)
+        self.desk.serve(self.creditor.receivers)
         self.listener = TcpTransport().listen(self.desk)
 
     def dial(self) -> PeerLink:

@@ -28,7 +28,7 @@ from services.worker.peers.attention.messages import ATTEND, FETCH, NATIVE, WRIT
 from services.worker.peers.attention.shares import FetchedShare
 from services.worker.peers.transport.link import Call, PeerLink
 from services.worker.pie.blocks import BlockPie
-from services.worker.pie.settings import PieSettings
+from services.worker.settings import PieSettings
 from shared.errors import CreditorLost
 from shared.messages.base import decode
 from shared.messages.lending import KvTier

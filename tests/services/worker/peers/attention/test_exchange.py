@@ -30,8 +30,8 @@ from services.worker.peers.attention.memory import (
     host_memory,
 )
 from services.worker.peers.attention.messages import NATIVE
-from services.worker.peers.settings import HostAttention
 from services.worker.peers.transport.pipe import Pipe
+from services.worker.settings import HostAttention
 from shared.errors import (
     CorruptedKv,
     CreditorLost,

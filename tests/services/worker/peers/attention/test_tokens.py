@@ -85,8 +85,7 @@ def world(
                 host=far if host else None,
             )
             desk = WorkerDesk(Peer(f"worker-{number}", 1))
-            for kind, receiver in creditor.receivers.items():
-                desk.serve(kind, receiver)
+            desk.serve(creditor.receivers)
             listener = TcpTransport().listen(desk)
             hang_up.append(partial(listener.close, 5.0))
             stack.callback(listener.close, 5.0)

@@ -18,17 +18,16 @@ from services.ledger.service import HANDLERS as LEDGER_HANDLERS
 from services.ledger.service import Ledger
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
-from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.peers.attention.creditor import LentGrants
 from services.worker.peers.keeping import loans as loans_module
 from services.worker.peers.keeping.loans import KEEP, KEPT, CacheLoans, Keeper, LentSlot, PeerWays, SlotPlace
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.debtor import Owner
-from services.worker.peers.settings import LendingConfig
 from services.worker.peers.transport.base import Peer, bytes_of
 from services.worker.peers.transport.plane import Plane
 from services.worker.peers.transport.tcp import TcpTransport
+from services.worker.settings import LendingConfig, PrefixCacheConfig
 from shared.bus import Bus
 from shared.clock import monotonic_s
 from shared.errors import InvalidMessage, KvasirError, StaleEpoch
@@ -57,8 +56,7 @@ class Creditor:
         self.grants = Grants("creditor", 1, terms, 4, SLOTS, threading.RLock())
         self.freed: list[Freed] = []
         self.keeper = Keeper(Records([(self.rows,)]), LentGrants(self.grants, self.freed.append, lambda: 0.0))
-        for kind, receiver in self.keeper.receivers.items():
-            self.plane.desk.serve(kind, receiver)
+        self.plane.desk.serve(self.keeper.receivers)
         self.plane.open()
 
     def lend(self, *blocks: int, request: int = 1) -> list[SlotPlace]:
@@ -216,8 +214,7 @@ class Borrower:
         there = make_plane(lending_bus.instance, lending_bus.incarnation)
         rows = np.zeros((HOST_BLOCKS, store.record_bytes), dtype=np.uint8)
         keeper = Keeper(Records([(rows,)]), LentGrants(self.lender.grants, self.free))
-        for kind, receiver in keeper.receivers.items():
-            there.desk.serve(kind, receiver)
+        there.desk.serve(keeper.receivers)
         there.open()
         self.lender.start()
         self.door = Door(cast(StepCore, None), monotonic_s, lambda effects: None)

@@ -12,7 +12,7 @@ from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.core.neighbours import Neighbours
 from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.lending.service import Lending
-from services.worker.peers.settings import LendingConfig
+from services.worker.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import monotonic_s

@@ -20,7 +20,7 @@ from services.worker.peers.lending.debtor import Debtor, Owner
 from services.worker.peers.lending.recalls import Recalls
 from services.worker.peers.lending.service import loans, section
 from services.worker.peers.lending.stock import Stock
-from services.worker.peers.settings import LendingConfig
+from services.worker.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import monotonic_s

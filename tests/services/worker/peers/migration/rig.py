@@ -8,14 +8,13 @@ from typing import cast
 
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
-from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore
 from services.worker.peers.migration.source import BlockSource
 from services.worker.peers.migration.target import Target
-from services.worker.peers.settings import TransferConfig
 from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.plane import Plane
 from services.worker.peers.transport.tcp import TcpTransport
+from services.worker.settings import PrefixCacheConfig, TransferConfig
 from shared.messages.moves import PullBlocks
 from shared.messages.sequence import pack_tokens
 from tests.services.worker.peers.rig import Dialler
@@ -98,8 +97,7 @@ def workers(
         assert store is not None
         plane.open()
         source = BlockSource(door, store, engine.records())
-        for kind, receiver in source.receivers.items():
-            plane.desk.serve(kind, receiver)
+        plane.desk.serve(source.receivers)
         target = Target(Dialler(plane, planes).registry, door, store, engine, config)
         sides.append(Side(rig, store, source, target, plane, door))
     try:

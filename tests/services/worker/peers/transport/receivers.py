@@ -44,7 +44,7 @@ def furnish(desk: WorkerDesk) -> Counts:
 
             return Reception(commit, lambda: counts.add("abandoned"), buffers)
 
-        desk.serve(kind, admit)
+        desk.serve({kind: admit})
 
     def refuse(peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Reception:
         raise InvalidRequest("no room", param="sizes", retry_after_s=0.5)
@@ -61,7 +61,7 @@ def furnish(desk: WorkerDesk) -> Counts:
     serve("source", lambda header, _: Reply(b"", [pattern(int(size)) for size in header.split()]))
     serve("slow", slow)
     serve("fail", fail)
-    desk.serve("refuse", refuse)
+    desk.serve({"refuse": refuse})
     return counts
 
 

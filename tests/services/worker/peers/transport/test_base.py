@@ -86,7 +86,7 @@ class Held:
         self.reached = threading.Event()
         self.go_on = threading.Event()
         self._receiver = end.desk.receiver("keep")
-        end.desk.serve("keep", self)
+        end.desk.serve({"keep": self})
 
     def __call__(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Reception:
         taken = self._receiver(peer, header, sizes_bytes)
