@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import yaml
 
 from services.stack.compose import write_secrets
 from services.stack.obstructions import free_port
+from shared import subjects
 from shared.release import VERSION
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.test_alone import process
@@ -66,17 +69,74 @@ def test_kubernetes_takes_it_with_any_values(values: Path | None, version: str) 
             kubernetes_validate.validate(each, version, strict=True)
     names = [(each["kind"], each["metadata"]["name"]) for each in objects]
     assert len(set(names)) == len(names)
-    (config,) = (each for each in objects if each["kind"] == "ConfigMap")
-    settings = yaml.safe_load(config["data"]["kvasir.yaml"])
+    configs = {each["metadata"]["name"]: each["data"] for each in objects if each["kind"] == "ConfigMap"}
+    if "kvasir-dashboards" in configs:
+        assert json.loads(configs["kvasir-dashboards"]["kvasir.json"])["panels"]
+    settings = yaml.safe_load(configs["kvasir"]["kvasir.yaml"])
     assert "model" in settings["worker"] and "model" in settings["gateway"]
     for name, pod in pods(objects):
         (container,) = pod["containers"]
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         made = {volume["name"] for volume in pod["volumes"]}
-        claims = {"models", "data"} if name.startswith(("worker", "gateway")) else set()
+        claims = {"models", "data"} if name.startswith(("worker", "gateway", "nats")) else set()
         assert mounted <= made | claims
         assert name.startswith("nats") or util.find_spec(container["command"][2])
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+OF_COMPOSE = {"KVASIR_MODEL", "KVASIR_CACHE", "PIP_INDEX_URL", "HF_TOKEN", "KVASIR_GATEWAY__DASHBOARDS"} | {
+    f"KVASIR_GATEWAY__{file}" for file in ("BATCHES", "STORED_RESPONSES")
+}
+"""The chart's values name models and tokens. Its gateways share no file: they are on several nodes."""
+OF_PODS = {"POD_NAME", "POD_NAMESPACE", "KVASIR_CONFIG", "KVASIR_PYTHON", "KVASIR_GATEWAY__OPERATOR_HOST"} | {
+    f"KVASIR_WORKER__BULK__{key}" for key in ("ADVERTISE", "PORT")
+}
+"""A pod's name and its file of settings; a listener that the kubelet reaches; a port for a NetworkPolicy."""
+
+
+def test_its_containers_are_those_of_docker_compose() -> None:
+    """Commands, environments, ports, health checks and confinement."""
+    composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    for name, pod in pods(rendered()):
+        service = name.partition("-")[0]
+        (ours,), theirs = pod["containers"], composed[service]
+        check = ours["readinessProbe"].get("exec", {}).get("command", [])
+        if service == "nats":
+            assert (ours["command"], check) == (theirs["command"], theirs["healthcheck"]["test"][1:])
+        else:
+            assert ours["command"][2] == f"services.{service}"
+            starts = {f"services.{service}", f"services.stack.container {service}"}
+            assert re.sub(r"-\d$", "", " ".join(theirs["command"][2:])) in starts
+            assert check[2:] == ([] if service == "gateway" else [theirs["healthcheck"]["test"][3]])
+        env = {each["name"]: each.get("value") for each in ours["env"]}
+        there = theirs.get("environment", {})
+        assert env.keys() - there.keys() <= OF_PODS and there.keys() - env.keys() <= OF_COMPOSE, name
+        assert all(env[key] == there[key] for key in env.keys() & there.keys() - {"HF_HOME"}), name
+        ports = {str(each["containerPort"]) for each in ours.get("ports", ())}
+        assert {port.rpartition(":")[2] for port in theirs.get("ports", ())} <= ports
+        confined = ours["securityContext"]
+        assert confined["readOnlyRootFilesystem"] is theirs["read_only"] is True
+        assert confined["capabilities"]["drop"] == theirs["cap_drop"] == ["ALL"]
+        assert confined["allowPrivilegeEscalation"] is False
+        assert theirs["security_opt"] == ["no-new-privileges:true"]
+
+
+@pytest.mark.parametrize("values", EXAMPLES, ids=lambda path: path.stem if path else "defaults")
+def test_its_policies_let_in_whom_the_permissions_let_dial(values: Path | None) -> None:
+    """Services reach each other over NATS; only a `worker_dial` opens a connection of its own."""
+    objects = rendered(values)
+    allowed = {service: subjects.permissions_of(f"{service}-0").publish for service in subjects.SERVICES}
+    may_dial = {each for each in allowed if subjects.worker_dial.by(f"{each}-0") in allowed[each]}
+    let_in = {
+        (source["podSelector"]["matchLabels"].get("kvasir/service"), policy["metadata"]["name"], port["port"])
+        for policy in objects
+        if policy["kind"] == "NetworkPolicy"
+        for rule in policy["spec"].get("ingress", ())
+        for source, port in product(rule.get("from", ()), rule["ports"])
+        if "podSelector" in source
+    }
+    wanted = {(service, "worker", 4300) for service in may_dial} | {(None, "nats", 4222)}
+    assert let_in == wanted | ({("nats", "nats", 6222)} if "nats-1" in dict(pods(objects)) else set())
 
 
 def command_of(
