@@ -241,14 +241,8 @@ AnyFleet = TypeVar("AnyFleet", bound=Fleet)
 
 
 @contextmanager
-def fleet(folder: Path, layout: Sequence[Sequence[str]], settings: Mapping[str, str]) -> Iterator[Fleet]:
+def fleet(running: AnyFleet) -> Iterator[AnyFleet]:
     """A fleet for the length of a `with` block, which leaves nothing behind; else skip the test."""
-    with started(Fleet(folder, layout, settings)) as running:
-        yield running
-
-
-@contextmanager
-def started(running: AnyFleet) -> Iterator[AnyFleet]:
     if why := obstacle():
         pytest.skip(why)
     with ExitStack() as ending:
