@@ -3,8 +3,8 @@ secrets for docker-compose.yml, for the pods of deploy/chart, or for several hos
 
 Writes an environment file with the NATS password of each instance (those of workers in a folder of their
 own), nats-server's configuration and certificate, and the API key. Existing secrets are kept, so it can run
-again with the same flags, also to add instances. In a cluster, each nats-server has a configuration: with
-hosts, its paths are those of this folder, else those of containers. Only the owner can open the folder. Files
+again, also to add instances. In a cluster, each nats-server has a configuration: with hosts, its paths are
+those of this folder, else those of containers. Only the owner can open the folder. Files
 mounted into containers are readable by all, because containers run as another user.
 """
 
@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("instances", nargs="*", help="beside those of the compose file, such as worker-16")
     servers = parser.add_mutually_exclusive_group()
     servers.add_argument("--hosts", default="", help="addresses of an odd number of hosts, for nats-servers")
-    servers.add_argument("--nats-cluster", type=int, default=1, help="nats-servers in containers: 1, 3 or 5")
+    servers.add_argument(
+        "--nats-cluster", type=int, default=0, help="nats-servers in containers [as before, or 1]"
+    )
     arguments = parser.parse_args(argv)
     try:
         hosts = [host for host in arguments.hosts.split(",") if host]
@@ -65,10 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_secrets(folder: Path, *more: str, hosts: Sequence[str] = (), nats_cluster: int = 1) -> None:
+def write_secrets(folder: Path, *more: str, hosts: Sequence[str] = (), nats_cluster: int = 0) -> None:
     """Write all secrets to `folder`, for compose instances, earlier ones and `more`, with nats-servers on
-    `hosts`, if any, else with `nats_cluster` in containers. Raise ConfigError for an invalid instance name,
-    an even number of servers or a configuration that nats-server rejects."""
+    `hosts`, if any, else with `nats_cluster` in containers (0: as many as before). Raise ConfigError for an
+    invalid instance name, an even number of servers or a configuration that nats-server rejects."""
+    nats_cluster = nats_cluster or len([*folder.glob("nats-*.conf")]) or 1
     try:
         config = StackConfig(
             gateways=_GATEWAYS,

@@ -137,9 +137,7 @@ class Fleet:
         self.secrets = folder / "secrets"
 
     def start(self) -> None:
-        compose.write_secrets(
-            self.secrets, "scheduler-1", "placement-1", hosts=[host.address for host in self.hosts[:SERVERS]]
-        )
+        compose.write_secrets(self.secrets, hosts=[host.address for host in self.hosts[:SERVERS]])
         self.connect()
         for number, host in enumerate(self.hosts[:SERVERS]):
             self._move(host, "tls")

@@ -134,7 +134,15 @@ def test_three_servers_in_containers_know_each_other_by_the_names_of_pods(
     for path in tmp_path.rglob("*.env"):
         urls = variables(path)["KVASIR_BUS__URL"].split(",")
         assert sorted(urls) == [f"tls://{host}:4222" for host in hosts]
-    assert main([str(tmp_path)]) == 2 and "does not name nats:" in capsys.readouterr().err
+    there = yaml.safe_load((ROOT / "deploy" / "compose.nats-cluster.yml").read_text())
+    assert [each["networks"]["default"]["aliases"] for each in there["services"].values()] == [
+        [h] for h in hosts
+    ]
+    assert all(each["file"].endswith(f"/nats-{at}.conf") for at, each in enumerate(there["secrets"].values()))
+    assert main([str(tmp_path), "worker-16"]) == 0 and '"worker-16"' in (tmp_path / "nats-2.conf").read_text()
+    assert (
+        main([str(tmp_path), "--nats-cluster", "1"]) == 2 and "does not name nats:" in capsys.readouterr().err
+    )
 
 
 def test_the_host_network_has_the_same_containers_without_ports() -> None:
