@@ -1,11 +1,11 @@
-"""`python -m services.stack.compose [FOLDER [INSTANCE …]] [--hosts A,B,C]`: write the secrets for
-docker-compose.yml, or for several hosts.
+"""`python -m services.stack.compose [FOLDER [INSTANCE …]] [--nats-cluster N | --hosts A,B,C]`: write the
+secrets for docker-compose.yml, for the pods of deploy/chart, or for several hosts.
 
 Writes an environment file with the NATS password of each instance (those of workers in a folder of their
 own), nats-server's configuration and certificate, and the API key. Existing secrets are kept, so it can run
-again, also to add instances. With hosts, there is a configuration for a nats-server on each, which form one
-cluster; their paths are those of this folder. Only the owner can open the folder. Files mounted into
-containers are readable by all, because containers run as another user.
+again, also to add instances. In a cluster, each nats-server has a configuration: with hosts, its paths are
+those of this folder, else those of containers. Only the owner can open the folder. Files
+mounted into containers are readable by all, because containers run as another user.
 """
 
 import argparse
@@ -30,9 +30,12 @@ NATS_CONFIG, KEY_FILE = "nats.conf", "api_key"
 _HOST = "nats"
 """Service name in docker-compose.yml."""
 _PORT, _ROUTE_PORT = 4222, 6222
+_MONITOR = "127.0.0.1:8222"
+"""Where a server of a cluster in containers says whether its replicas are current."""
 POOL = "workers"
-_GATEWAYS, _WORKERS = 2, 16
+_GATEWAYS, _SCHEDULERS, _WORKERS = 2, 2, 16
 """Names prepared; a worker's container takes a free one (`services.stack.container`)."""
+_STANDBYS = ("placement-1", "ledger-1")
 _MOUNTED = Certificate(*(Path("/run/secrets", name) for name in ("nats_cert", "nats_key", "nats_ca")))
 """Paths inside the containers."""
 _STORE = Path("/data/nats")
@@ -46,11 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER, help="[deploy/secrets]")
     parser.add_argument("instances", nargs="*", help="beside those of the compose file, such as worker-16")
-    parser.add_argument("--hosts", default="", help="addresses of an odd number of hosts, for nats-servers")
+    servers = parser.add_mutually_exclusive_group()
+    servers.add_argument("--hosts", default="", help="addresses of an odd number of hosts, for nats-servers")
+    servers.add_argument(
+        "--nats-cluster", type=int, default=0, help="nats-servers in containers [as before, or 1]"
+    )
     arguments = parser.parse_args(argv)
     try:
         hosts = [host for host in arguments.hosts.split(",") if host]
-        write_secrets(arguments.folder, *arguments.instances, hosts=hosts)
+        write_secrets(
+            arguments.folder, *arguments.instances, hosts=hosts, nats_cluster=arguments.nats_cluster
+        )
     except ConfigError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2
@@ -58,13 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_secrets(folder: Path, *more: str, hosts: Sequence[str] = ()) -> None:
+def write_secrets(folder: Path, *more: str, hosts: Sequence[str] = (), nats_cluster: int = 0) -> None:
     """Write all secrets to `folder`, for compose instances, earlier ones and `more`, with nats-servers on
-    `hosts`, if any. Raise ConfigError for an invalid instance name, an even number of hosts or a
-    configuration that nats-server rejects."""
+    `hosts`, if any, else with `nats_cluster` in containers (0: as many as before). Raise ConfigError for an
+    invalid instance name, an even number of servers or a configuration that nats-server rejects."""
+    nats_cluster = nats_cluster or len([*folder.glob("nats-*.conf")]) or 1
     try:
-        config = StackConfig(gateways=_GATEWAYS, workers=_WORKERS, nats_cluster=len(hosts) or 1)
-        instances = [*config.instances, *(name for name in more if subjects.service_of(name))]
+        config = StackConfig(
+            gateways=_GATEWAYS,
+            schedulers=_SCHEDULERS,
+            workers=_WORKERS,
+            nats_cluster=len(hosts) or nats_cluster,
+        )
+        names = [name for name in (*_STANDBYS, *more) if subjects.service_of(name)]
     except ValidationError as error:
         raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, "), param="hosts") from None
     except ValueError as error:
@@ -72,17 +87,19 @@ def write_secrets(folder: Path, *more: str, hosts: Sequence[str] = ()) -> None:
     folder = folder.resolve()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    here = _certificate(folder / "tls", hosts or [_HOST])
-    places = [f"{host}:{_PORT}" for host in hosts or [_HOST]]
-    access = BusAccess.to(places, RunDirectory(folder).credentials(*instances), here)
-    if hosts:
-        cluster = nats_server.ServerCluster.of([f"{host}:{_ROUTE_PORT}" for host in hosts], access)
-        for at in range(len(hosts)):
-            path = folder / f"nats-{at}.conf"
-            nats_server.write_config(path, config, access, folder / "nats", at, cluster)
-    else:
-        nats_server.write_config(folder / NATS_CONFIG, config, access, _STORE)
-        _write_mounted(folder / NATS_CONFIG, here)
+    pods = [f"nats-{at}.{_HOST}" for at in range(nats_cluster)] if nats_cluster > 1 else [_HOST]
+    servers = hosts or pods
+    here = _certificate(folder / "tls", servers)
+    credentials = RunDirectory(folder).credentials(*config.instances, *names)
+    access = BusAccess.to([f"{host}:{_PORT}" for host in servers], credentials, here)
+    routes = [f"{host}:{_ROUTE_PORT}" for host in servers]
+    cluster = nats_server.ServerCluster.of(routes, access)
+    for at, route in enumerate(routes):
+        path = folder / (f"nats-{at}.conf" if hosts or cluster else NATS_CONFIG)
+        nats_server.write_config(path, config, access, folder / "nats" if hosts else _STORE, at, cluster)
+        if not hosts:
+            _write_mounted(path, here, route)
+    if not hosts:
         access = replace(access, certificate=_MOUNTED)
     _write(folder / KEY_FILE, f"{access.credentials.api_key}\n")
     (folder / POOL).mkdir(exist_ok=True)
@@ -115,11 +132,15 @@ def _certificate(folder: Path, hosts: Sequence[str]) -> Certificate:
     return made
 
 
-def _write_mounted(path: Path, here: Certificate) -> None:
-    """Rewrite the configuration with the container's paths."""
+def _write_mounted(path: Path, here: Certificate, route: str) -> None:
+    """Rewrite the configuration with the container's paths; its name may resolve only once it runs."""
     text = path.read_text()
-    for local, mounted in ((here.cert, _MOUNTED.cert), (here.key, _MOUNTED.key)):
-        text = text.replace(json.dumps(str(local)), json.dumps(str(mounted)))
+    for local, mounted in zip(here.paths().values(), _MOUNTED.paths().values(), strict=True):
+        text = text.replace(json.dumps(local), json.dumps(mounted))
+    listens = f'  listen: "{route}"\n'
+    if listens in text:
+        text = text.replace(listens, f'  listen: "0.0.0.0:{_ROUTE_PORT}"\n  advertise: "{route}"\n')
+        text += f'http: "{_MONITOR}"\n'
     path.write_text(text)
     path.chmod(0o644)
 

@@ -1,25 +1,20 @@
-"""The Helm chart: real Helm renders it, Kubernetes' schemas take it, and its pods' commands serve a chat."""
+"""The Helm chart: real Helm renders it, and Kubernetes' schemas take it."""
 
-import asyncio
-import contextlib
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from importlib import util
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
-from services.stack.compose import write_secrets
-from services.stack.obstructions import free_port
+from shared import subjects
 from shared.release import VERSION
-from tests.patience import STACK_PATIENCE_S
-from tests.stack.test_alone import process
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,91 +61,67 @@ def test_kubernetes_takes_it_with_any_values(values: Path | None, version: str) 
             kubernetes_validate.validate(each, version, strict=True)
     names = [(each["kind"], each["metadata"]["name"]) for each in objects]
     assert len(set(names)) == len(names)
-    (config,) = (each for each in objects if each["kind"] == "ConfigMap")
-    settings = yaml.safe_load(config["data"]["kvasir.yaml"])
+    configs = {each["metadata"]["name"]: each["data"] for each in objects if each["kind"] == "ConfigMap"}
+    if "kvasir-dashboards" in configs:
+        assert json.loads(configs["kvasir-dashboards"]["kvasir.json"])["panels"]
+    settings = yaml.safe_load(configs["kvasir"]["kvasir.yaml"])
     assert "model" in settings["worker"] and "model" in settings["gateway"]
     for name, pod in pods(objects):
         (container,) = pod["containers"]
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         made = {volume["name"] for volume in pod["volumes"]}
-        claims = {"models", "data"} if name.startswith(("worker", "gateway")) else set()
+        claims = {"models", "data"} if name.startswith(("worker", "gateway", "nats")) else set()
         assert mounted <= made | claims
         assert name.startswith("nats") or util.find_spec(container["command"][2])
-        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        confined = {"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False}
+        assert container["securityContext"] == confined | {"capabilities": {"drop": ["ALL"]}}
 
 
-def command_of(
-    name: str, pod: dict[str, Any], folder: Path, places: dict[str, str]
-) -> tuple[list[str], dict[str, str]]:
-    """A container's command and environment, with this machine's paths and ports in place of a pod's."""
-    (container,) = pod["containers"]
-    env = {"PATH": f"{HELM.parent}:/usr/bin:/bin", "POD_NAME": name, "POD_NAMESPACE": "chats"}
-    env |= {each["name"]: str(each["value"]) for each in container["env"] if "value" in each}
+OF_COMPOSE = {"KVASIR_MODEL", "KVASIR_CACHE", "PIP_INDEX_URL", "HF_TOKEN", "KVASIR_GATEWAY__DASHBOARDS"} | {
+    f"KVASIR_GATEWAY__{file}" for file in ("BATCHES", "STORED_RESPONSES")
+}
+"""The chart's values name models and tokens. Its gateways share no file: they are on several nodes."""
+OF_PODS = {"POD_NAME", "POD_NAMESPACE", "KVASIR_CONFIG", "KVASIR_PYTHON", "KVASIR_GATEWAY__OPERATOR_HOST"} | {
+    f"KVASIR_WORKER__BULK__{key}" for key in ("ADVERTISE", "PORT")
+}
+"""A pod's name and its file of settings; a listener that the kubelet reaches; a port for a NetworkPolicy."""
 
-    def here(text: str) -> str:
-        text = text.replace("$(POD_NAME)", name).replace("$(POD_NAMESPACE)", "chats")
-        for theirs, ours in places.items():
-            text = text.replace(theirs, ours)
-        return text
 
-    env = {key: here(value) for key, value in env.items()} | {
-        "KVASIR_INSTANCE_FILE": str(next(folder.rglob(f"{name}.env"), folder / f"{name}.env"))
+def test_its_containers_are_those_of_docker_compose() -> None:
+    """Commands, environments, ports and health checks."""
+    composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    for name, pod in pods(rendered()):
+        service = name.partition("-")[0]
+        (ours,), theirs = pod["containers"], composed[service]
+        check = ours["readinessProbe"].get("exec", {}).get("command", [])
+        if service == "nats":
+            assert (ours["command"], check) == (theirs["command"], theirs["healthcheck"]["test"][1:])
+        else:
+            assert ours["command"][2] == f"services.{service}"
+            starts = {f"services.{service}", f"services.stack.container {service}"}
+            assert re.sub(r"-\d$", "", " ".join(theirs["command"][2:])) in starts
+            assert check[2:] == ([] if service == "gateway" else [theirs["healthcheck"]["test"][3]])
+        env = {each["name"]: each.get("value") for each in ours["env"]}
+        there = theirs.get("environment", {})
+        assert env.keys() - there.keys() <= OF_PODS and there.keys() - env.keys() <= OF_COMPOSE, name
+        assert all(env[key] == there[key] for key in env.keys() & there.keys() - {"HF_HOME"}), name
+        ports = {str(each["containerPort"]) for each in ours.get("ports", ())}
+        assert {port.rpartition(":")[2] for port in theirs.get("ports", ())} <= ports
+
+
+@pytest.mark.parametrize("values", EXAMPLES, ids=lambda path: path.stem if path else "defaults")
+def test_its_policies_let_in_whom_the_permissions_let_dial(values: Path | None) -> None:
+    """Services reach each other over NATS; only a `worker_dial` opens a connection of its own."""
+    objects = rendered(values)
+    allowed = {service: subjects.permissions_of(f"{service}-0").publish for service in subjects.SERVICES}
+    may_dial = {each for each in allowed if subjects.worker_dial.by(f"{each}-0") in allowed[each]}
+    let_in = {
+        (source["podSelector"]["matchLabels"].get("kvasir/service"), policy["metadata"]["name"], port["port"])
+        for policy in objects
+        if policy["kind"] == "NetworkPolicy"
+        for rule in policy["spec"].get("ingress", ())
+        for source, port in product(rule.get("from", ()), rule["ports"])
+        if "podSelector" in source
     }
-    return [here(word) for word in container["command"]], env
-
-
-async def test_the_commands_of_its_pods_serve_a_chat(tmp_path: Path) -> None:
-    """All but the kubelet: commands, environments, settings and secrets of pods, in processes here."""
-    folder, config, run = tmp_path / "secrets", tmp_path / "config", tmp_path / "run"
-    write_secrets(folder)
-    for path in (config, run):
-        path.mkdir()
-    objects = rendered()
-    (given,) = (each for each in objects if each["kind"] == "ConfigMap")
-    for name, text in given["data"].items():
-        (config / name).write_text(text)
-    nats, port, operator = (free_port() for _ in range(3))
-    for secret, name in (("nats.conf", "nats_conf"), ("tls/server.pem", "nats_cert")):
-        (run / name).write_text((folder / secret).read_text().replace("/run/secrets", str(run)))
-    for secret, name in (("tls/server-key.pem", "nats_key"), ("tls/ca.pem", "nats_ca")):
-        (run / name).write_bytes((folder / secret).read_bytes())
-    (run / "nats_conf").write_text((run / "nats_conf").read_text().replace("/data", str(tmp_path)))
-    for path in folder.rglob("*.env"):
-        text = path.read_text().replace("tls://nats:4222", f"tls://localhost:{nats}")
-        path.write_text(text.replace("/run/secrets", str(run)))
-    places = {"/etc/kvasir": str(config), "/run/secrets": str(run), "0.0.0.0": "127.0.0.1", "4222": str(nats)}
-    places |= {"/models": str(tmp_path / "models"), "4300": "0"}
-    key = (folder / "api_key").read_text().strip()
-    async with AsyncExitStack() as running:
-        for name, pod in pods(objects):
-            command, env = command_of(name, pod, folder, places)
-            if name == "gateway-0":
-                env |= {"KVASIR_GATEWAY__PORT": str(port), "KVASIR_GATEWAY__OPERATOR_PORT": str(operator)}
-            elif name.startswith("worker"):
-                env["KVASIR_WORKER__BULK__ADVERTISE"] = "127.0.0.1"  # no cluster resolves the pod's name here
-            if name != "gateway-1":  # it would listen on the same port
-                await running.enter_async_context(process(*command, env=env))
-        url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}) as http:
-            body = {"model": "tiny_chat", "max_tokens": 8, "ignore_eos": True}
-            body |= {"messages": [{"role": "user", "content": "Hello"}]}
-            async with asyncio.timeout(STACK_PATIENCE_S):
-                while True:
-                    with contextlib.suppress(httpx.TransportError):
-                        reply = await http.post("/v1/chat/completions", json=body, timeout=STACK_PATIENCE_S)
-                        if reply.status_code == 200:
-                            break
-                    await asyncio.sleep(0.3)
-        assert reply.json()["usage"]["completion_tokens"] == 8
-        made = dict(pods(objects))
-        for name, kind in product(("worker-1", "scheduler-0"), ("readinessProbe", "livenessProbe")):
-            (container,) = made[name]["containers"]
-            probe = {**container, "command": container[kind]["exec"]["command"]}
-            command, env = command_of(name, {"containers": [probe]}, folder, places)
-            async with asyncio.timeout(STACK_PATIENCE_S):  # a second worker may be later than the first
-                while (done := await asyncio.to_thread(probed, command, env)).returncode:
-                    assert "Traceback" not in done.stderr, (name, kind, done.stderr)
-
-
-def probed(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    wanted = {(service, "worker", 4300) for service in may_dial} | {(None, "nats", 4222)}
+    assert let_in == wanted | ({("nats", "nats", 6222)} if "nats-1" in dict(pods(objects)) else set())

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -137,14 +137,8 @@ class Fleet:
         self.secrets = folder / "secrets"
 
     def start(self) -> None:
-        compose.write_secrets(
-            self.secrets, "scheduler-1", "placement-1", hosts=[host.address for host in self.hosts[:SERVERS]]
-        )
-        ip("netns", "add", self.net)
-        ip("-n", self.net, "link", "add", "br0", "type", "bridge")
-        ip("-n", self.net, "link", "set", "br0", "up")
-        for host in self.hosts:
-            host.connect()
+        compose.write_secrets(self.secrets, hosts=[host.address for host in self.hosts[:SERVERS]])
+        self.connect()
         for number, host in enumerate(self.hosts[:SERVERS]):
             self._move(host, "tls")
             text = (self.secrets / f"nats-{number}.conf").read_text()
@@ -158,7 +152,15 @@ class Fleet:
                 host.start(name, argv, self.environment(host, name))
         for host, names in zip(self.hosts, self.layout, strict=True):
             for name in names:
-                self._await(host, name)
+                self.await_ready(host, name)
+
+    def connect(self) -> None:
+        """Make the bridge and all hosts."""
+        ip("netns", "add", self.net)
+        ip("-n", self.net, "link", "add", "br0", "type", "bridge")
+        ip("-n", self.net, "link", "set", "br0", "up")
+        for host in self.hosts:
+            host.connect()
 
     def environment(self, host: Host, name: str) -> dict[str, str]:
         """Return the host's settings: its instances' credentials, and the servers, the nearest first."""
@@ -225,7 +227,7 @@ class Fleet:
     def _move(self, host: Host, name: str) -> None:
         shutil.copytree(self.secrets / name, host.folder / name, dirs_exist_ok=True)
 
-    def _await(self, host: Host, name: str) -> None:
+    def await_ready(self, host: Host, name: str) -> None:
         deadline_s = time.monotonic() + 2 * STACK_PATIENCE_S
         while trouble := self.details(name).get("trouble"):
             assert host.processes[name].poll() is None, f"{name} ended\n{self.logs()}"
@@ -233,13 +235,15 @@ class Fleet:
             time.sleep(0.5)
 
 
+AnyFleet = TypeVar("AnyFleet", bound=Fleet)
+
+
 @contextmanager
-def fleet(folder: Path, layout: Sequence[Sequence[str]], settings: Mapping[str, str]) -> Iterator[Fleet]:
+def fleet(running: AnyFleet) -> Iterator[AnyFleet]:
     """A fleet for the length of a `with` block, which leaves nothing behind; else skip the test."""
     if why := obstacle():
         pytest.skip(why)
     with ExitStack() as ending:
-        running = Fleet(folder, layout, settings)
         ending.callback(running.stop)
         running.start()
         yield running

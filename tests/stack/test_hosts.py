@@ -32,7 +32,7 @@ SETTLED_S = 12.0
 
 @pytest.fixture(scope="module")
 def four_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet(tmp_path_factory.mktemp("hosts"), LAYOUT, SETTINGS) as running:
+    with fleet(Fleet(tmp_path_factory.mktemp("hosts"), LAYOUT, SETTINGS)) as running:
         yield running
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Answer, Question
-from tests.stack.hosts import fleet
+from tests.stack.hosts import Fleet, fleet
 from tests.stack.judge import WITH_IDS, assert_as_good
 from tests.stack.prompts import passage
 from tests.stack.running import RunningStack
@@ -25,7 +25,7 @@ def answered(folder: Path, question: Question) -> Answer:
     """Return the answer of four hosts, at least two of which lend to the one that answers."""
     small = dict(setting.split("=") for setting in SMALL)
     small = {f"KVASIR_{name.upper().replace('.', '__')}": value for name, value in small.items()}
-    with fleet(folder, LAYOUT, SETTINGS | small) as hosts:
+    with fleet(Fleet(folder, LAYOUT, SETTINGS | small)) as hosts:
         for host in hosts.hosts:
             host.limit("10gbit")
         most = dict.fromkeys(NAMES, 0)

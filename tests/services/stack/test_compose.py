@@ -41,7 +41,8 @@ def test_an_instance_is_told_its_own_password_and_nobody_elses(tmp_path: Path) -
     write_secrets(tmp_path / "s", "worker-16")
     passwords = json.loads((tmp_path / "s" / "credentials.json").read_text())["nats_passwords"]
     files = {path.stem: path for path in (tmp_path / "s").rglob("*.env")}
-    assert files.keys() == {*StackConfig(gateways=2, workers=17).instances}
+    prepared = StackConfig(gateways=2, schedulers=2, workers=17).instances
+    assert files.keys() == {*prepared, "placement-1", "ledger-1"}
     for instance, path in files.items():
         text = path.read_text()
         assert path.parent.name == (POOL if instance.startswith("worker-") else "s")
@@ -116,6 +117,32 @@ def test_nats_in_its_container_is_reached_by_tls_only(tmp_path: Path) -> None:
     certificate = x509.load_pem_x509_certificate((tmp_path / "tls" / "server.pem").read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["localhost", "nats"]
+
+
+def test_three_servers_in_containers_know_each_other_by_the_names_of_pods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every configuration has container's paths; every instance is told of all servers."""
+    assert main([str(tmp_path), "--nats-cluster", "2"]) == 2 and "write 1 or 3" in capsys.readouterr().err
+    assert main([str(tmp_path), "--nats-cluster", "3"]) == 0
+    hosts = [f"nats-{at}.nats" for at in range(3)]
+    for at, host in enumerate(hosts):
+        text = (tmp_path / f"nats-{at}.conf").read_text()
+        assert str(tmp_path) not in text and f'advertise: "{host}:6222"' in text
+        others = [other for other in hosts if other != host]
+        assert re.findall(r"@([\w.-]+):6222", text) == others
+    for path in tmp_path.rglob("*.env"):
+        urls = variables(path)["KVASIR_BUS__URL"].split(",")
+        assert sorted(urls) == [f"tls://{host}:4222" for host in hosts]
+    there = yaml.safe_load((ROOT / "deploy" / "compose.nats-cluster.yml").read_text())
+    assert [each["networks"]["default"]["aliases"] for each in there["services"].values()] == [
+        [h] for h in hosts
+    ]
+    assert all(each["file"].endswith(f"/nats-{at}.conf") for at, each in enumerate(there["secrets"].values()))
+    assert main([str(tmp_path), "worker-16"]) == 0 and '"worker-16"' in (tmp_path / "nats-2.conf").read_text()
+    assert (
+        main([str(tmp_path), "--nats-cluster", "1"]) == 2 and "does not name nats:" in capsys.readouterr().err
+    )
 
 
 def test_the_host_network_has_the_same_containers_without_ports() -> None:
