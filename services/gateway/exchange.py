@@ -40,6 +40,7 @@ from shared.errors import (
 )
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
 from shared.messages.prefixes import ForgetPrefixes, PrefixesForgotten
+from shared.messages.reports import SequenceHandedOver
 from shared.messages.sequence import (
     NOBODY,
     TOKEN_BYTES,
@@ -404,7 +405,7 @@ class Dispatch:
                     effects = stream.on_submitted(effect.serial, self._now_s())
             self._apply(sequence, effects)
             if reply is not None and reply.shard is not None:
-                self.hand_over(sequence, command.spec.ref, reply.shard)
+                self.hand_over(sequence, SequenceHandedOver(ref=command.spec.ref, shard=reply.shard))
 
     def _shard_of(self, sequence: OpenChoice) -> int:
         """Return the shard to submit to, now chosen if it was not."""
@@ -413,10 +414,14 @@ class Dispatch:
             sequence.shard = self._shards.pick(sequence.exchange.model, limit_tokens, self._now_s())
         return sequence.shard
 
-    def hand_over(self, sequence: OpenChoice, ref: SequenceRef, shard: int) -> None:
+    def hand_over(self, sequence: OpenChoice, event: SequenceHandedOver) -> None:
         """Submit the next attempt to the shard that should have the sequence."""
-        if shard < len(self._shards.views) and ref.attempt == sequence.stream.attempt:
-            sequence.shard, sequence.is_bound = shard, True
+        views, ref = self._shards.views, event.ref
+        if max(event.shard, event.from_shard) >= len(views) or ref.attempt != sequence.stream.attempt:
+            return
+        is_stale = 0 < event.epoch < views[event.from_shard].said.epoch
+        if not is_stale:
+            sequence.shard, sequence.is_bound = event.shard, True
             self._apply(sequence, sequence.stream.on_prepared(ref, self._now_s(), cause="shard"))
 
     def _on_unserved(self, sequence: OpenChoice) -> StreamEffects:

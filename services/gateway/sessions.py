@@ -314,7 +314,7 @@ class Sessions:
         """Submit a sequence to the shard that should have it."""
         sequence = self._open.get(event.ref.key)
         if sequence is not None:
-            self.dispatch.hand_over(sequence, event.ref, event.shard)
+            self.dispatch.hand_over(sequence, event)
 
     def on_prepared(self, event: MovePrepared) -> None:
         """Hand a sequence over to a prepared worker. The event may concern another gateway."""

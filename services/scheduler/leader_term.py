@@ -335,7 +335,8 @@ class Term:
                 case effects.SequenceLeft(ref, Phase.DROPPED, FinishReason.ERROR):
                     self._post(subjects.SCHEDULER_ABANDONED, SequencesGivenUp(refs=(ref,)))
                 case effects.GiveToShard(ref, gateway_id, shard):
-                    handed = SequenceHandedOver(ref=ref, shard=shard)
+                    own = self._shard.number
+                    handed = SequenceHandedOver(ref=ref, shard=shard, from_shard=own, epoch=self.epoch)
                     self._post(subjects.scheduler_handed(gateway_id), handed)
                 case effects.StepDown(epoch, reason):
                     self.heard_epoch = epoch

@@ -311,6 +311,9 @@ class SequenceHandedOver(Message, frozen=True, kw_only=True):
 
     ref: SequenceRef
     shard: Count
+    from_shard: Count = 0
+    epoch: Epoch = 0
+    """Of the term that dropped it; a later one of `from_shard` may have it. 0: not told."""
 
 
 class StackVerdict(Message, frozen=True, kw_only=True):

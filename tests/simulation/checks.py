@@ -277,7 +277,9 @@ class Checks:
     def _on_route(self, subject: str, data: bytes) -> None:
         if subject.startswith(f"{subjects.scheduler_handed.stem}."):
             event = decode(data, SequenceHandedOver)
-            self._handed[event.ref.key] = event.ref.attempt, event.shard
+            terms = (term.epoch for _, term in self._fleet.terms if term._shard.number == event.from_shard)
+            if event.epoch >= max(terms, default=0):  # else a gateway ignores it
+                self._handed[event.ref.key] = event.ref.attempt, event.shard
         elif self._is_sharded and subject.startswith(f"{subjects.scheduler_submit.stem}."):
             spec, shard = decode(data, SubmitSequence).spec, subject.rpartition(".")[0]
             if self._submitted.setdefault((spec.gateway_incarnation, spec.ref), shard) != shard:

@@ -246,10 +246,11 @@ class FakeScheduler:
         await self.bus.publish(subjects.SCHEDULER_WORKER_LOST, event)
 
     async def _announce(self) -> None:
-        event = SchedulerAnnounced(
-            scheduler_id=self.bus.instance, incarnation=self.bus.incarnation, epoch=self.epoch, policy="fake"
-        )
+        me = self.bus.instance
         while True:
+            event = SchedulerAnnounced(
+                scheduler_id=me, incarnation=self.bus.incarnation, epoch=self.epoch, policy="fake"
+            )
             await self.bus.publish(subjects.SCHEDULER_ANNOUNCED, event)
             await asyncio.sleep(HEARTBEAT_S)
 

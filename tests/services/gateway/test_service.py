@@ -22,14 +22,14 @@ from services.stack.obstructions import free_port
 from shared import subjects
 from shared.bus import Bus
 from shared.messages.base import Empty
-from shared.messages.reports import SequenceState, ServiceStatus
+from shared.messages.reports import SequenceHandedOver, SequenceState, ServiceStatus
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.nats_server import NatsServer
 from tests.patience import PATIENCE_S, STACK_PATIENCE_S, until
 from tests.services.gateway.conftest import ANSWER, KEY, MakeStack, Stack
-from tests.services.gateway.fakes import MODEL, FakeScheduler, FakeWorker, Held, cancelled
+from tests.services.gateway.fakes import HEARTBEAT_S, MODEL, FakeScheduler, FakeWorker, Held, cancelled
 from tests.shared.messages.builders import worker_report
 
 
@@ -108,6 +108,21 @@ async def test_a_new_scheduler_is_given_what_runs(
     finally:
         for loop in loops:
             await cancelled(loop)
+
+
+@pytest.mark.parametrize(("epoch", "attempts"), [(1, [1]), (7, [1, 2])])
+async def test_what_an_earlier_leader_hands_over_stays_where_it_is(
+    stack: Stack, epoch: int, attempts: list[int]
+) -> None:
+    stack.scheduler.epoch = 7
+    await asyncio.sleep(3 * HEARTBEAT_S)
+    stack.pace(0.02)
+    request = await under_way(stack)
+    handed = SequenceHandedOver(ref=stack.scheduler.submits[0].ref, shard=0, epoch=epoch)
+    subject = subjects.scheduler_handed(stack.scheduler.submits[0].gateway_id)
+    await stack.scheduler.bus.publish(subject, handed)
+    assert text_of(await request) == ANSWER
+    assert [spec.ref.attempt for spec in stack.scheduler.submits] == attempts
 
 
 async def test_a_request_survives_a_scheduler_that_is_late(stack: Stack) -> None:
