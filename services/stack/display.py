@@ -5,10 +5,11 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -95,6 +96,19 @@ def curl_line(url: str, key: str, model: str) -> str:
 def say(console: Console, text: str) -> None:
     """Print `text` without wrapping, colours or markup."""
     console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", *, right: Collection[str] = ()
+) -> Table:
+    """Return a table without frames; `right` are the headings of columns that are aligned to the right."""
+    made = Table(title=title or None, title_justify="left", title_style="bold", pad_edge=False)
+    made.box = SIMPLE_HEAD
+    for heading in headings:
+        made.add_column(heading, overflow="fold", justify="right" if heading in right else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def command_line(words: str, run: RunDirectory, module: str = "services") -> str:

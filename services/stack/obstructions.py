@@ -7,7 +7,6 @@ import itertools
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from services.stack.display import command_line
+from services.stack.process import comes_true
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildSpec
 from shared import subjects
@@ -159,10 +159,7 @@ def _claimed(port: int) -> bool:
 
 
 def _free_soon(port: int) -> bool:
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while not (free := is_free(port)) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return free
+    return comes_true(lambda: is_free(port), _PATIENCE_S)
 
 
 def _taken(port: int, what: str, flag: str) -> Obstructed:

@@ -30,6 +30,7 @@ from services.stack.obstructions import (
     running_already,
 )
 from services.stack.probes import authority, http_get
+from services.stack.process import first_ended
 from services.stack.roll_call import RollCall
 from services.stack.rolling import SIGNAL as ROLL_SIGNAL
 from services.stack.rolling import Roller
@@ -85,7 +86,7 @@ class _Stack:
         asked = {self._port, *range(first, first + config.nats_cluster)}
         operator_port = choose_port(config.operator_port, "--operator-port", asked)
         config = config.model_copy(update={"operator_port": operator_port})
-        self._access = BusAccess.to_local(
+        self._access = BusAccess.to(
             choose_nats_ports(config.nats_port, config.nats_cluster, self._say),
             self._run.credentials(*config.instances),
             certificate_for(config, self._run.path / "tls"),
@@ -120,7 +121,10 @@ class _Stack:
         stop = _stop_event(on_again=self._supervisor.kill)
         try:
             self._supervisor.start()
-            code = await _first(stop, self._start_and_watch())
+            work, _ = await first_ended(self._start_and_watch(), stop.wait())
+            if work is not None:
+                work.result()  # raises why it ended
+            code = 0
         except StartFailed as failure:
             self._explain(failure)
             code = 1
@@ -316,20 +320,6 @@ def _stop_event(on_again: Callable[[], None]) -> asyncio.Event:
         if signal.getsignal(number) is not signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
     return stop
-
-
-async def _first(stop: asyncio.Event, work: Any) -> int:
-    """Return 0 once `stop` is set, or raise what `work` raises."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-        return 0
-    finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.wait({working, stopping})
 
 
 _POLL_S = 0.05
