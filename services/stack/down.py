@@ -30,12 +30,10 @@ def down(run: RunDirectory, console: Console) -> int:
         what = f"; ended {left} processes that it had left behind" if left else ""
         say(console, f"nothing runs from {run.path}{what}")
         return 0
-    _signal(pid, signal.SIGTERM)
     how = "stopped"
-    if not _gone(run, pid, _STOP_WAIT_S):
+    if not _ends(run, pid, signal.SIGTERM, _STOP_WAIT_S):
         how = "killed"
-        _signal(pid, signal.SIGKILL)
-        if not _gone(run, pid, _KILL_WAIT_S):
+        if not _ends(run, pid, signal.SIGKILL, _KILL_WAIT_S):
             say(console, f"the supervisor (pid {pid}) of {run.path} could not be ended")
             return 1
     left = end_leftovers(run.read_state())
@@ -49,12 +47,10 @@ def down(run: RunDirectory, console: Console) -> int:
     return 0
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
+def _ends(run: RunDirectory, pid: int, number: signal.Signals, within_s: float) -> bool:
+    """Send the supervisor a signal; return True if it is gone in time."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _gone(run: RunDirectory, pid: int, within_s: float) -> bool:
     return comes_true(lambda: run.holder() is None and not is_alive(pid), within_s)
 
 

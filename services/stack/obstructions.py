@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 import psutil
 
@@ -51,14 +52,14 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def free_port(host: str = "127.0.0.1", taken: Collection[int] = ()) -> int:
+def free_port(taken: Collection[int] = ()) -> int:
     """Return a free port, not in `taken`, that is unlikely to be given to another process soon. It lies below
     the kernel's ephemeral ports. Each process searches its own share from a random position, so that
     concurrent starts get different ports. Raise OSError if the share is full."""
     share = _FIRST_PORT + os.getpid() % _SHARES * _PORTS_OF_SHARE
     for _ in range(_PORTS_OF_SHARE):
         port = share + next(_turns) % _PORTS_OF_SHARE
-        if port not in taken and is_free(port, host):
+        if port not in taken and is_free(port):
             return port
     raise OSError(errno.EADDRINUSE, f"no free port from {share} to {share + _PORTS_OF_SHARE - 1}")
 
@@ -112,29 +113,30 @@ def running_already(run: RunDirectory) -> Obstructed:
     )
 
 
-def choose_port(port: int, flag: str = "--port", taken: Collection[int] = ()) -> int:
-    """Return the gateway's port if it is free; 0: any port not in `taken`. Raise Obstructed."""
+def choose_port(port: int, flag: str = "--port", taken: Collection[int] = (), what: str = "HTTP") -> int:
+    """Return the port if it is free; 0: any port not in `taken`. Raise Obstructed."""
     if port == 0:
         return free_port(taken=taken)
-    if not _free_soon(port):
-        raise _taken(port, "HTTP", flag)
-    return port
+    if comes_true(lambda: is_free(port), _PATIENCE_S):
+        return port
+    holder = owner(port)
+    how = f"stop it with `kill {holder.pid}`" if holder.pid else "stop it"
+    raise Obstructed(
+        f"port {port}, wanted for {what}, is taken by {holder}; {how}, or start with another port: "
+        f"{flag} N (0: any free one)"
+    )
 
 
 def choose_nats_port(port: int | None, say: Callable[[str], None]) -> int:
     """Return NATS's port: as given (0: any), else the default if free, else any. Raise Obstructed."""
-    if port is None:
-        if is_free(DEFAULT_NATS_PORT) and _claimed(DEFAULT_NATS_PORT):
-            return DEFAULT_NATS_PORT
-        chosen = free_port()
-        holder = "another stack" if is_free(DEFAULT_NATS_PORT) else str(owner(DEFAULT_NATS_PORT))
-        say(f"port {DEFAULT_NATS_PORT} is taken by {holder}; NATS goes to {chosen}")
-        return chosen
-    if port == 0:
-        return free_port()
-    if not _free_soon(port):
-        raise _taken(port, "NATS", "--nats-port")
-    return port
+    if port is not None:
+        return choose_port(port, "--nats-port", what="NATS")
+    if is_free(DEFAULT_NATS_PORT) and _claimed(DEFAULT_NATS_PORT):
+        return DEFAULT_NATS_PORT
+    chosen = free_port()
+    holder = "another stack" if is_free(DEFAULT_NATS_PORT) else str(owner(DEFAULT_NATS_PORT))
+    say(f"port {DEFAULT_NATS_PORT} is taken by {holder}; NATS goes to {chosen}")
+    return chosen
 
 
 def choose_nats_ports(port: int | None, servers: int, say: Callable[[str], None]) -> list[int]:
@@ -156,19 +158,6 @@ def _claimed(port: int) -> bool:
         return error.errno != errno.EADDRINUSE
     _claims[port] = claim
     return True
-
-
-def _free_soon(port: int) -> bool:
-    return comes_true(lambda: is_free(port), _PATIENCE_S)
-
-
-def _taken(port: int, what: str, flag: str) -> Obstructed:
-    holder = owner(port)
-    how = f"stop it with `kill {holder.pid}`" if holder.pid else "stop it"
-    return Obstructed(
-        f"port {port}, wanted for {what}, is taken by {holder}; {how}, or start with another port: "
-        f"{flag} N (0: any free one)"
-    )
 
 
 _PREFIX = "services."
@@ -217,10 +206,8 @@ def gateway_hosts(env: Mapping[str, str]) -> tuple[str, str]:
 
 def config_type_of(service: str) -> type[ServiceConfig]:
     """Return the class of a section's settings."""
-    found: type[ServiceConfig] = getattr(
-        import_module(f"{_PREFIX}{service}.config"), f"{service.capitalize()}Config"
-    )
-    return found
+    module = import_module(f"{_PREFIX}{service}.config")
+    return cast(type[ServiceConfig], getattr(module, f"{service.capitalize()}Config"))
 
 
 def _service_of(spec: ChildSpec) -> str | None:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from services.stack.access import BusAccess, certificate_for
 from services.stack.config import StackConfig
-from services.stack.display import StartDisplay, access_text, ready_text, say
+from services.stack.display import StartDisplay, access_text, say
 from services.stack.down import end_leftovers
 from services.stack.logs import reason
 from services.stack.obstructions import (
@@ -138,7 +138,11 @@ class _Stack:
             await self._supervisor.until_ready(self._options.config.start_timeout_s, display.tick)
         self._ready_s = time.monotonic() - self._began_s
         self._model = await self._served_model()
-        self._say(self._ready_text(self._ready_s))
+        where = f" at {self._url}; the key is in {self._run.credentials_file}"
+        if self._console.is_terminal:  # elsewhere the key would end up in logs
+            key = self._access.credentials.api_key
+            where = f"\n\n{access_text(self._url, key, self._model, self._run)}"
+        self._say(f"ready in {self._ready_s:.1f} s{where}")
         self._set_phase("ready")  # only now, because `up --detach` shows what was said before
         beside = [asyncio.create_task(self._keep_house())]
         beside.append(asyncio.create_task(self._roller.run(self._write_state)))
@@ -150,12 +154,6 @@ class _Stack:
         finally:
             for task in beside:
                 task.cancel()
-
-    def _ready_text(self, ready_s: float) -> str:
-        """Return the ready message. The key is shown only on a terminal, to keep it out of logs."""
-        if self._console.is_terminal:
-            return ready_text(self._url, self._access.credentials.api_key, self._model, ready_s, self._run)
-        return f"ready in {ready_s:.1f} s at {self._url}; the key is in {self._run.credentials_file}"
 
     async def _follow_placement(self) -> None:
         """Park and restart workers as placement demands, in a scaled stack."""
@@ -366,9 +364,9 @@ def _show_running(run: RunDirectory, console: Console) -> bool:
     state = run.read_state()
     if state.get("pid") != run.holder() or state.get("phase") != "ready":
         return False
-    text = ready_text(state["url"], run.credentials().api_key, state["model"], state["ready_s"], run)
-    age_s = time.time() - state["started_unix_s"]
-    say(console, f"runs already, since {age_s:.0f} s, with the code and settings of then; was {text}")
+    text = access_text(state["url"], run.credentials().api_key, state["model"], run)
+    age_s, was = time.time() - state["started_unix_s"], f"was ready in {state['ready_s']:.1f} s\n\n{text}"
+    say(console, f"runs already, since {age_s:.0f} s, with the code and settings of then; {was}")
     return True
 
 
