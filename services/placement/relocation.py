@@ -14,14 +14,12 @@ from services.placement.placing import Placement
 from services.placement.policy import create_packing
 from shared import subjects
 from shared.bus import Bus, fenced
-from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError
 from shared.log import canonical, get_logger
 from shared.messages.commands import PlaceSequences
 from shared.messages.moves import SequenceMove, SequenceMoved, WorkersWanted
 from shared.messages.plans import WorkerStepped
 from shared.messages.sequence import SequenceRef
-from shared.shards import WHOLE, Shard
 
 _MOST_ORDERS = 64
 """Maximum number of orders in one message."""
@@ -31,15 +29,8 @@ _log = get_logger("placement.relocation")
 class PackingPlacement(Placement):
     """Placement with a packing policy, which also moves sequences and stops workers, epoch by epoch."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: PlacementConfig,
-        clock: Clock = monotonic_s,
-        model: str = "",
-        shard: Shard = WHOLE,
-    ) -> None:
-        super().__init__(bus, config, None, clock, model, shard)
+    def __init__(self, bus: Bus, config: PlacementConfig, **options: Any) -> None:
+        super().__init__(bus, config, None, **options)
         self.packer = Packer(lambda capacity_blocks: create_packing(config.policy, capacity_blocks))
         self._scaling = Scaling(least=config.min_workers, most=config.max_workers, linger_s=config.idle_s)
         self._modes = MoveModes(config.move_mode, config.epoch_s)

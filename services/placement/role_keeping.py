@@ -15,14 +15,12 @@ from services.placement.placing import Placement
 from services.placement.policy.contract import CostedPolicy, PlacementPolicy
 from shared import subjects
 from shared.bus import Bus, fenced
-from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError
 from shared.log import canonical, detail, get_logger
 from shared.messages.commands import PlacementItem, PlaceSequences
 from shared.messages.moves import MoveMode, SequenceMove, SequenceMoved, WorkerRoles
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import WorkerReported
-from shared.shards import WHOLE, Shard
 
 _LOOK_S = 1.0
 _ORDER_S = 0.05
@@ -36,16 +34,8 @@ _log = get_logger("placement.roles")
 class RolePlacement(Placement):
     """Placement whose workers have roles: prompts go to those that may compute them, answers move on."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: PlacementConfig,
-        policy: PlacementPolicy,
-        clock: Clock = monotonic_s,
-        model: str = "",
-        shard: Shard = WHOLE,
-    ) -> None:
-        super().__init__(bus, config, policy, clock, model, shard)
+    def __init__(self, bus: Bus, config: PlacementConfig, policy: PlacementPolicy, **options: Any) -> None:
+        super().__init__(bus, config, policy, **options)
         self._roles = FleetRoles(read_roles(config.roles))
         self._hand_overs = HandOvers(self.fleet, self._roles)
         self._waiting_tokens = 0

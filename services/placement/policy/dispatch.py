@@ -110,7 +110,6 @@ class DispatchPolicy:
         return self._close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the policy's state is inconsistent."""
         assert not set(self.bins) & set(self.idle), "idle and active"
         for one in self.bins.values():
             assert one.requests, "an active worker without requests"

@@ -100,7 +100,7 @@ async def test_short_answers_hold_no_place_after_their_end(connect_bus: ConnectB
     bus = await connect_bus("placement", "placement-0")
     config = PlacementConfig(policy=policy)
     placement = (
-        PackingPlacement(bus, config, SteppingClock())
+        PackingPlacement(bus, config, clock=SteppingClock())
         if policy in LIVE_PACKINGS
         else Placement(bus, config, create(policy), SteppingClock())
     )

@@ -146,7 +146,6 @@ class Mell:
                     self._journal.displaced(request)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the policy's state is inconsistent."""
         self.cluster.check_integrity()
         assert self._journal.steps == 0, "an operation was not closed"
 
