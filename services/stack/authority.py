@@ -80,17 +80,10 @@ def _unsigned(
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    others = ("content_commitment", "data_encipherment", "encipher_only", "decipher_only")
+    exchange = ("key_encipherment", "key_agreement")
+    off = dict.fromkeys((*others, *exchange), False)
+    return x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **off)
 
 
 def _name(common_name: str) -> x509.Name:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from rich.console import Console
 
@@ -26,9 +26,6 @@ from shared.config import load, load_with_origins
 from shared.errors import ConfigError, KvasirError
 from shared.messages.sequence import ServiceClass
 from shared.release import VERSION
-
-if TYPE_CHECKING:
-    from services.stack.up import UpOptions
 
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
 _METAVARS = {"served_name": "NAME"}
@@ -322,18 +319,19 @@ def _keys(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _up(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.up import UpOptions, up, up_detached
+    from services.stack.up import up, up_detached
 
     program, sources = arguments.program, _sources(arguments)
     given = {name: getattr(arguments, name) for name in (*_STACK_FLAGS, "engine", "tls", "without")}
     given |= {"model": next(iter(arguments.model), None), "more_models": arguments.model[1:] or None}
     given["vllm_python"] = arguments.vllm_python and arguments.vllm_python.absolute()
     config = load(StackConfig, "stack", _flags(sources, given))
-    options = UpOptions(config, RunDirectory(arguments.run_dir), sources, program.make_table)
+    run = RunDirectory(arguments.run_dir)
     if arguments.detach:
         words = [word for word in arguments.words if word not in ("--detach", "--if-needed")]
-        return up_detached(options.run, program.module, words, console, if_needed=arguments.if_needed)
-    return asyncio.run(up(_with_default_model(options, console), console))
+        return up_detached(run, program.module, words, console, if_needed=arguments.if_needed)
+    config, sources = _with_default_model(config, sources, console)
+    return asyncio.run(up(config, run, sources, program.make_table, console))
 
 
 def _sources(arguments: argparse.Namespace) -> Sources:
@@ -352,12 +350,13 @@ def _flags(sources: Sources, given: Mapping[str, Any]) -> list[str]:
     return [*(["--config", str(sources.config_file)] if sources.config_file else []), *flags]
 
 
-def _with_default_model(options: "UpOptions", console: Console) -> "UpOptions":
-    """Return the options with the default model if none is named and a worker computes it itself."""
+def _with_default_model(
+    config: StackConfig, sources: Sources, console: Console
+) -> tuple[StackConfig, Sources]:
+    """Return both with the default model if none is named and a worker computes it itself."""
     from services.stack import models
     from services.stack.display import say
 
-    config, sources = options.config, options.sources
     engine = config.engine or sources.value("worker-0", "engine") or "native"
     if (
         config.model
@@ -365,15 +364,15 @@ def _with_default_model(options: "UpOptions", console: Console) -> "UpOptions":
         or sources.value("gateway-0", "model")
         or engine != "native"
     ):
-        return options
+        return config, sources
     model = models.default()
     if model is None:
         remedy = f"./kvasir models pull {models.DEFAULT} fetches it (93 MB)"
         say(console, f"{models.DEFAULT} is not here, so Tiny Chat is served: {remedy}")
-        return options
+        return config, sources
     sets = (("gateway", "default_temperature", models.DEFAULT_TEMPERATURE), *sources.overrides)
     sources = replace(sources, overrides=sets)
-    return replace(options, config=config.model_copy(update={"model": model}), sources=sources)
+    return config.model_copy(update={"model": model}), sources
 
 
 def _env(arguments: argparse.Namespace, console: Console) -> int:

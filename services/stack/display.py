@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from services.stack.rundir import ROOT, RunDirectory
+from services.stack.rundir import DEFAULT_RUN_DIR, ROOT, RunDirectory
 from services.stack.supervisor import Child, ChildState
 from shared.errors import ConfigError
 
@@ -102,7 +102,7 @@ def table(
 
 def command_line(words: str, run: RunDirectory) -> str:
     """Return the shell command for these words and this run directory."""
-    where = "" if run.is_default else f" --run-dir {shlex.quote(str(run.path))}"
+    where = "" if run.path == DEFAULT_RUN_DIR else f" --run-dir {shlex.quote(str(run.path))}"
     return f"{_program()} {words}{where}"
 
 

@@ -65,11 +65,6 @@ class RunDirectory:
         """Return the configuration of a nats-server."""
         return self.path / f"{server}.conf"
 
-    @property
-    def is_default(self) -> bool:
-        """True if commands use it without `--run-dir`."""
-        return self.path == DEFAULT_RUN_DIR
-
     def create(self) -> None:
         """Create the folder, accessible only by its owner. Raise ConfigError if it is unusable."""
         try:
@@ -141,19 +136,11 @@ class RunDirectory:
 
     def read_state(self) -> dict[str, Any]:
         """Return the state last written by a supervisor; empty if unreadable."""
-        return _read_object(self.state_file)
+        return read_object(self.state_file)
 
     def write_state(self, state: dict[str, Any]) -> None:
         """Replace the state atomically."""
         write_private(self.state_file, json.dumps(state, indent=1))
-
-    def write_roll(self, order: dict[str, Any]) -> None:
-        """Write the order for `roll`."""
-        write_private(self.roll_file, json.dumps(order))
-
-    def read_roll(self) -> dict[str, Any]:
-        """Return the order for `roll`; empty if unreadable."""
-        return _read_object(self.roll_file)
 
     def credentials(self, *instances: str) -> Credentials:
         """Return the secrets of the operator, of known instances and of these, creating missing ones.
@@ -237,7 +224,8 @@ def _is_user(name: str) -> bool:
     return True
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if unreadable."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):

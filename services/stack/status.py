@@ -112,7 +112,9 @@ def _show_summary(
 def _show_details(console: Console, answers: Sequence[ServiceStatus]) -> None:
     for service, group in groupby(answers, key=lambda answer: answer.service):
         same = list(group)
-        _print_rows(console, service, [{"instance": a.instance, **_scalars(a.details)} for a in same])
+        whole = [{"instance": one.instance, **one.details} for one in same]
+        scalars = [{key: value for key, value in row.items() if not isinstance(value, list)} for row in whole]
+        _print_rows(console, service, scalars)
         for answer in same:
             for name, rows in answer.details.items():
                 if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
@@ -212,10 +214,6 @@ def _print_rows(console: Console, title: str, rows: list[dict[str, Any]]) -> Non
     if width > console.width:
         headings, lines = list(columns[0]), [list(column) for column in columns[1:]]
     console.print(table(headings, lines, title))
-
-
-def _scalars(details: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in details.items() if not isinstance(value, list)}
 
 
 def _cell(value: object) -> str:

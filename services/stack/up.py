@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from services.stack.rolling import SIGNAL as ROLL_SIGNAL
 from services.stack.rolling import Roller
 from services.stack.rundir import ROOT, RunDirectory
 from services.stack.supervisor import ChildState, StartFailed, Supervisor, tail
-from services.stack.table import Sources, TableMaker, kvasir_table, workers_by_model
+from services.stack.table import Sources, TableMaker, workers_by_model
 from services.stack.verdict import shortages, troubles
 from shared import watchdog
 from shared.errors import KvasirError
@@ -51,35 +50,32 @@ _TOLD = 16
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class UpOptions:
-    """Command-line options of `up`."""
-
-    config: StackConfig
-    run: RunDirectory
-    sources: Sources
-    make_table: TableMaker = kvasir_table
-
-
-async def up(options: UpOptions, console: Console) -> int:
+async def up(
+    config: StackConfig, run: RunDirectory, sources: Sources, make_table: TableMaker, console: Console
+) -> int:
     """Run a stack until a signal; return the exit code. Raise ConfigError, and Obstructed if it cannot
     start."""
-    run = options.run
     run.create()
     if not run.acquire():
         raise running_already(run)
     end_leftovers(run.read_state())
-    return await _Stack(options, console).run()  # holds the lock until the process ends
+    return await _Stack(
+        config, run, sources, make_table, console
+    ).run()  # holds the lock until the process ends
 
 
 class _Stack:
     """A running stack: supervisor, display, and state on disk."""
 
-    def __init__(self, options: UpOptions, console: Console) -> None:
-        self._options = options
-        self._console = console
-        self._run = options.run
-        config = options.config
+    def __init__(
+        self,
+        config: StackConfig,
+        run: RunDirectory,
+        sources: Sources,
+        make_table: TableMaker,
+        console: Console,
+    ) -> None:
+        self._config, self._run, self._sources, self._console = config, run, sources, console
         self._port = choose_port(config.port)
         # Chosen but not bound yet, so it must be excluded here.
         first = config.nats_port or 0
@@ -92,8 +88,8 @@ class _Stack:
             certificate_for(config, self._run.path / "tls"),
         )
         self._roll = RollCall(self._access.config(OPERATOR))
-        specs = options.make_table(
-            config, self._run, port=self._port, access=self._access, sources=options.sources, roll=self._roll
+        specs = make_table(
+            config, run, port=self._port, access=self._access, sources=sources, roll=self._roll
         )
         check_settings(specs, ROOT)
         env = next((spec.env for spec in specs if spec.name.startswith("gateway-")), {})
@@ -135,7 +131,7 @@ class _Stack:
 
     async def _start_and_watch(self) -> None:
         with StartDisplay(self._console, self._supervisor.children.values()) as display:
-            await self._supervisor.until_ready(self._options.config.start_timeout_s, display.tick)
+            await self._supervisor.until_ready(self._config.start_timeout_s, display.tick)
         self._ready_s = time.monotonic() - self._began_s
         self._model = await self._served_model()
         where = f" at {self._url}; the key is in {self._run.credentials_file}"
@@ -147,7 +143,7 @@ class _Stack:
         beside = [asyncio.create_task(self._keep_house())]
         beside.append(asyncio.create_task(self._roller.run(self._write_state)))
         beside.append(asyncio.create_task(self._judge()))
-        if self._options.sources.is_scaled:
+        if self._sources.is_scaled:
             beside.append(asyncio.create_task(self._follow_placement()))
         try:
             await self._supervisor.until_broken()
@@ -161,7 +157,7 @@ class _Stack:
 
         handlers = (Listener(PLACEMENT_WANTED, WorkersWanted, "on_wanted"),)
         with contextlib.suppress(KvasirError):
-            groups = workers_by_model(self._options.config)
+            groups = workers_by_model(self._config)
             await self._roll.listen(handlers, WorkerScaling(self._supervisor, groups))
 
     async def _judge(self) -> None:
@@ -190,7 +186,7 @@ class _Stack:
                 trimmed_s = time.monotonic()
                 self._write_state()
                 with contextlib.suppress(OSError):  # disk full; trimmed later
-                    self._run.trim_logs(self._options.config.logs_mb * 1_000_000)
+                    self._run.trim_logs(self._config.logs_mb * 1_000_000)
 
     def _restore(self) -> None:
         with contextlib.suppress(OSError):  # disk full; written later
@@ -218,7 +214,7 @@ class _Stack:
         self._set_phase("stopping")
         began_s = time.monotonic()
         await self._roll.close()
-        await self._supervisor.stop(self._options.config.stop_grace_s)
+        await self._supervisor.stop(self._config.stop_grace_s)
         self._set_phase("stopped")
         self._say(
             f"stopped, {len(self._supervisor.children)} processes, in {time.monotonic() - began_s:.1f} s"
