@@ -13,7 +13,7 @@ from services.placement.core.scaling import Scaling
 from services.placement.placing import Placement
 from services.placement.policy import create_packing
 from shared import subjects
-from shared.bus import Bus, fenced
+from shared.bus import Bus
 from shared.errors import KvasirError
 from shared.log import canonical, get_logger
 from shared.messages.commands import PlaceSequences
@@ -50,16 +50,11 @@ class PackingPlacement(Placement):
     async def watch(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(super().watch())
-            tasks.create_task(self._pack())
-
-    async def _pack(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.epoch_s)
-            if self._bus.connected:
-                with fenced("packing epoch"):
-                    await self._epoch()
+            tasks.create_task(self._every(self._config.epoch_s, "packing epoch", self._epoch))
 
     async def _epoch(self) -> None:
+        if not self._bus.connected:
+            return
         orders = self._divided(self.packer.on_epoch(self.fleet, self._clock()))
         for first in range(0, len(orders), _MOST_ORDERS):
             for order, _ in await self._order(orders[first : first + _MOST_ORDERS]):
@@ -107,11 +102,11 @@ class PackingPlacement(Placement):
             row["state"] = self.packer.state_of(row["worker"])
         return found | {
             "packed_blocks": self.packer.capacity_blocks,
-            "moves_ordered": counts.ordered,
-            "moved": counts.moved,
-            "moves_failed": counts.failed,
+            "moves_ordered": counts["ordered"],
+            "moved": counts["moved"],
+            "moves_failed": counts["failed"],
             **{f"moves_{mode}": count for mode, count in self._modes.counts.items()},
-            "strays": counts.strays,
+            "strays": counts["strays"],
             "wanted_workers": self._scaling.wanted if self._config.scale else "not scaled",
             "parked": ", ".join(sorted(self._scaling.parked)),
         }
