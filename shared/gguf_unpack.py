@@ -22,20 +22,18 @@ _SHAPE = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
-}
-_SOFTCAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-_FAMILIES: dict[str, tuple[str, str, Mapping[str, str]]] = {
-    "llama": ("llama", "LlamaForCausalLM", {}),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM", {}),
-    "gemma2": ("gemma2", "Gemma2ForCausalLM", _SOFTCAPS),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM", {}),
-    "phi3": ("phi3", "Phi3ForCausalLM", {}),
+_FAMILIES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
 }
-"""Model type, class, and further names of settings, by architecture."""
+"""Model type and class, by architecture."""
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 """Kinds of byte-level splitting in which every digit is a token."""
 _PLAIN = ("default", "gpt-2", "gpt2", "")
@@ -69,8 +67,8 @@ def model_config(file: Path, header: GgufHeader) -> dict[str, Any]:
         kind = f"{architecture} with experts" if architecture in _FAMILIES else architecture
         text = f"{file} has the architecture {kind}, and GGUF files are read of {', '.join(_FAMILIES)}: "
         raise ConfigError(f"{text}serve the model's folder of safetensors instead", param="model")
-    kind, class_name, more = _FAMILIES[architecture]
-    names = {f"{architecture}.{name}": own for name, own in {**_SHAPE, **more}.items()}
+    kind, class_name = _FAMILIES[architecture]
+    names = {f"{architecture}.{name}": own for name, own in _SHAPE.items()}
     config = {own: said[name] for name, own in names.items() if name in said}
     if "num_attention_heads" not in config or "hidden_size" not in config:
         raise ConfigError(f"{file} does not state the shape of its model: convert it again", param="model")

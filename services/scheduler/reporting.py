@@ -190,7 +190,9 @@ class TermReport:
             for name, service in sorted(rows.items())
         ]
 
-    def _note(self, kind: str, ref: SequenceRef, span: Mapping[str, str | int] = {}, **fields: Any) -> None:
+    def _note(
+        self, kind: str, ref: SequenceRef, span: Mapping[str, str | int] = {}, /, **fields: Any
+    ) -> None:
         """Record an event of a sequence, and with `span`, its attributes there, add it to its span."""
         self._recorder.note(kind, ref.request_id, choice=ref.choice, attempt=ref.attempt, **fields)
         if span and self.spans is not None:

@@ -8,7 +8,6 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -26,17 +25,6 @@ from shared.errors import ConfigError, KvasirError
 _FIRST_PORT, _SHARES, _PORTS_OF_SHARE = 12_000, 64, 320
 _turns = itertools.count(secrets.randbelow(_PORTS_OF_SHARE))
 """Start position in the port share, random because two processes may have the same share."""
-
-
-@dataclass(frozen=True)
-class PortOwner:
-    """Process that listens on a port; `pid` is None if it belongs to another user."""
-
-    pid: int | None
-    command: str
-
-    def __str__(self) -> str:
-        return f"pid {self.pid} ({self.command})" if self.pid else "a process of another user"
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
@@ -64,31 +52,29 @@ def free_port(taken: Collection[int] = ()) -> int:
     raise OSError(errno.EADDRINUSE, f"no free port from {share} to {share + _PORTS_OF_SHARE - 1}")
 
 
-def owner(port: int) -> PortOwner:
-    """Return the process that listens on `port`."""
-    try:
-        connections = psutil.net_connections("tcp")
-    except psutil.AccessDenied:
-        connections = []
-    for connection in connections:
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            if connection.pid is None:
-                break
-            return _responsible(connection.pid)
-    return PortOwner(None, "")
+def owner(port: int) -> tuple[int | None, str]:
+    """Return the pid of the process that listens on `port`, None if it is another user's, and its name."""
+    with contextlib.suppress(psutil.AccessDenied):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status != psutil.CONN_LISTEN or connection.pid is None:
+                continue
+            if connection.laddr and connection.laddr.port == port:
+                pid, command = _responsible(connection.pid)
+                return pid, f"pid {pid} ({command})"
+    return None, "a process of another user"
 
 
-def _responsible(pid: int) -> PortOwner:
-    """Return the process, or its stack's supervisor, which would restart it."""
+def _responsible(pid: int) -> tuple[int, str]:
+    """Return pid and command of the process, or of its stack's supervisor, which would restart it."""
     try:
         process = psutil.Process(pid)
         parent = process.parent()
         words = parent.cmdline() if parent is not None else []
         if parent is not None and "up" in words and any("services" in word for word in words):
             process = parent
-        return PortOwner(process.pid, " ".join(process.cmdline())[:120] or "no command line")
+        return process.pid, " ".join(process.cmdline())[:120] or "no command line"
     except psutil.Error:
-        return PortOwner(pid, "ended meanwhile")
+        return pid, "ended meanwhile"
 
 
 DEFAULT_NATS_PORT = 4222
@@ -119,8 +105,8 @@ def choose_port(port: int, flag: str = "--port", taken: Collection[int] = (), wh
         return free_port(taken=taken)
     if comes_true(lambda: is_free(port), _PATIENCE_S):
         return port
-    holder = owner(port)
-    how = f"stop it with `kill {holder.pid}`" if holder.pid else "stop it"
+    pid, holder = owner(port)
+    how = f"stop it with `kill {pid}`" if pid else "stop it"
     raise Obstructed(
         f"port {port}, wanted for {what}, is taken by {holder}; {how}, or start with another port: "
         f"{flag} N (0: any free one)"
@@ -134,7 +120,7 @@ def choose_nats_port(port: int | None, say: Callable[[str], None]) -> int:
     if is_free(DEFAULT_NATS_PORT) and _claimed(DEFAULT_NATS_PORT):
         return DEFAULT_NATS_PORT
     chosen = free_port()
-    holder = "another stack" if is_free(DEFAULT_NATS_PORT) else str(owner(DEFAULT_NATS_PORT))
+    holder = "another stack" if is_free(DEFAULT_NATS_PORT) else owner(DEFAULT_NATS_PORT)[1]
     say(f"port {DEFAULT_NATS_PORT} is taken by {holder}; NATS goes to {chosen}")
     return chosen
 
