@@ -22,20 +22,18 @@ _SHAPE = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
-}
-_SOFTCAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-_FAMILIES: dict[str, tuple[str, str, Mapping[str, str], Mapping[str, Any]]] = {
-    "llama": ("llama", "LlamaForCausalLM", {}, {}),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM", {}, {}),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM", {}, {}),
-    "gemma2": ("gemma2", "Gemma2ForCausalLM", _SOFTCAPS, {}),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM", {}, {}),
-    "phi3": ("phi3", "Phi3ForCausalLM", {}, {}),
+_FAMILIES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
 }
-"""Model type, class, further names of settings, and settings that no file states, by architecture."""
+"""Model type and class, by architecture."""
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 """Kinds of byte-level splitting in which every digit is a token."""
 _PLAIN = ("default", "gpt-2", "gpt2", "")
@@ -69,9 +67,9 @@ def model_config(file: Path, header: GgufHeader) -> dict[str, Any]:
         kind = f"{architecture} with experts" if architecture in _FAMILIES else architecture
         text = f"{file} has the architecture {kind}, and GGUF files are read of {', '.join(_FAMILIES)}: "
         raise ConfigError(f"{text}serve the model's folder of safetensors instead", param="model")
-    kind, class_name, more, fixed = _FAMILIES[architecture]
-    names = {f"{architecture}.{name}": own for name, own in {**_SHAPE, **more}.items()}
-    config = {own: said[name] for name, own in names.items() if name in said} | dict(fixed)
+    kind, class_name = _FAMILIES[architecture]
+    names = {f"{architecture}.{name}": own for name, own in _SHAPE.items()}
+    config = {own: said[name] for name, own in names.items() if name in said}
     if "num_attention_heads" not in config or "hidden_size" not in config:
         raise ConfigError(f"{file} does not state the shape of its model: convert it again", param="model")
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
@@ -99,8 +97,12 @@ def _rotation(file: Path, header: GgufHeader, architecture: str, config: Mapping
     if "rope_factors_long.weight" in header.tensors:
         text = f"{file} scales positions of long texts, which is not read from GGUF files: "
         raise ConfigError(f"{text}serve the model's folder of safetensors instead", param="model")
-    if "rope_freqs.weight" in header.tensors:  # as Llama 3.1's, whose four numbers are always these
-        rope |= {"rope_type": "llama3", "factor": _largest(file, header, "rope_freqs.weight")}
+    if tensor := header.tensors.get("rope_freqs.weight"):
+        import numpy
+
+        factors = numpy.fromfile(file, "<f4", tensor.size // 4, offset=tensor.start)
+        rope |= {"rope_type": "llama3", "factor": float(factors.max())}
+        # As Llama 3.1's, whose other numbers are always these.
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if architecture == "gemma3":
         local = float(said.get("gemma3.rope.freq_base_swa", 10000.0))
@@ -109,13 +111,6 @@ def _rotation(file: Path, header: GgufHeader, architecture: str, config: Mapping
     if dimensions != config["head_dim"]:
         rope["partial_rotary_factor"] = dimensions / config["head_dim"]
     return rope
-
-
-def _largest(file: Path, header: GgufHeader, name: str) -> float:
-    import numpy
-
-    tensor = header.tensors[name]
-    return float(numpy.fromfile(file, "<f4", tensor.size // 4, offset=tensor.start).max())
 
 
 def _write_tokenizer(file: Path, header: GgufHeader, folder: Path) -> None:

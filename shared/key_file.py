@@ -86,9 +86,12 @@ def _read(path: Path) -> Entries:
 
 
 def _write(path: Path, entries: Entries) -> None:
+    write_private(path, f"{json.dumps({'keys': entries}, indent=1)}\n")
+
+
+def write_private(path: Path, content: str | bytes) -> None:
     """Replace the file atomically, readable only by its owner."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump({"keys": entries}, file, indent=1)
-        file.write("\n")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode())
     draft.replace(path)

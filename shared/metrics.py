@@ -2,6 +2,7 @@
 kinds, error codes); ids are never labels."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -23,30 +24,31 @@ _W = TypeVar("_W", bound=MetricWrapperBase)
 _made: WeakKeyDictionary[CollectorRegistry, dict[str, MetricWrapperBase]] = WeakKeyDictionary()
 
 
-def counter(
-    name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry | None = None
-) -> Counter:
-    """Return the counter of that name, creating it once. `name` ends in `_total`."""
-    return _once(Counter, name, documentation, labels, registry)
-
-
-def gauge(
-    name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry | None = None
-) -> Gauge:
-    """Return the gauge of that name, creating it once."""
-    return _once(Gauge, name, documentation, labels, registry)
-
-
-def histogram(
+def _once(
+    kind: type[_W],
     name: str,
     documentation: str,
     labels: Sequence[str] = (),
     *,
-    buckets: Sequence[float] = SECONDS_BUCKETS,
     registry: CollectorRegistry | None = None,
-) -> Histogram:
-    """Return the histogram of that name, creating it once. `name` ends in its unit, such as `_seconds`."""
-    return _once(Histogram, name, documentation, labels, registry, buckets=buckets)
+    **more: Any,
+) -> _W:
+    """Return the metric of that name, created once. Raise ValueError if it is of another kind."""
+    target = registry or REGISTRY
+    made = _made.setdefault(target, {})
+    if name not in made:
+        made[name] = kind(name, documentation, labels, registry=target, **more)
+    metric = made[name]
+    if not isinstance(metric, kind):
+        raise ValueError(f"{name} is a {type(metric).__name__} already")
+    return metric
+
+
+counter = partial(_once, Counter)
+"""`name` ends in `_total`."""
+gauge = partial(_once, Gauge)
+histogram = partial(_once, Histogram, buckets=SECONDS_BUCKETS)
+"""`name` ends in its unit, such as `_seconds`."""
 
 
 class _Source:
@@ -87,22 +89,3 @@ def keep_own(service: str, *, registry: CollectorRegistry | None = None) -> None
 def render(registry: CollectorRegistry | None = None) -> bytes:
     """Return all metrics in Prometheus text format (`CONTENT_TYPE`)."""
     return generate_latest(registry or REGISTRY)
-
-
-def _once(
-    kind: type[_W],
-    name: str,
-    documentation: str,
-    labels: Sequence[str],
-    registry: CollectorRegistry | None,
-    **more: Any,
-) -> _W:
-    """Return the cached metric. Raise ValueError if the name belongs to another kind of metric."""
-    target = registry or REGISTRY
-    made = _made.setdefault(target, {})
-    if name not in made:
-        made[name] = kind(name, documentation, labels, registry=target, **more)
-    metric = made[name]
-    if not isinstance(metric, kind):
-        raise ValueError(f"{name} is a {type(metric).__name__} already")
-    return metric

@@ -67,7 +67,8 @@ def end(
     if attributes:
         span.set_attributes(attributes)
     if error is not None:
-        kind = error if isinstance(error, str) else _kind_of(error)
+        name = error.code if isinstance(error, KvasirError) else type(error).__name__
+        kind = error if isinstance(error, str) else name
         span.set_attribute("error.type", kind)
         span.set_status(Status(StatusCode.ERROR, "" if isinstance(error, str) else str(error)[:200]))
     span.end(None if ended_s is None else unix_ns(ended_s))
@@ -156,7 +157,8 @@ def _provider(config: TracesConfig, service: str, instance: str) -> "tuple[Trace
     )
     sampler = ParentBased(TraceIdRatioBased(config.share))
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
-    exporter = OTLPSpanExporter(_traces_url(config.endpoint), timeout=_SEND_S)
+    url = f"{config.endpoint.rstrip('/').removesuffix('/v1/traces')}/v1/traces"
+    exporter = OTLPSpanExporter(url, timeout=_SEND_S)
     provider.add_span_processor(
         BatchSpanProcessor(
             exporter,
@@ -166,13 +168,3 @@ def _provider(config: TracesConfig, service: str, instance: str) -> "tuple[Trace
         )
     )
     return provider, provider.get_tracer("kvasir")
-
-
-def _traces_url(endpoint: str) -> str:
-    """Return the collector's OTLP URL."""
-    bare = endpoint.rstrip("/")
-    return bare if bare.endswith("/v1/traces") else f"{bare}/v1/traces"
-
-
-def _kind_of(error: BaseException) -> str:
-    return error.code if isinstance(error, KvasirError) else type(error).__name__

@@ -5,7 +5,7 @@ All state is soft. After a restart, one round of heartbeats and one prefix query
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -170,16 +170,20 @@ class Placement:
     async def watch(self) -> None:
         """Drop silent workers and query workers with a gap in their prefix events, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._tick())
+            tasks.create_task(self._every(_TICK_S, "placement tick", self._tick))
             tasks.create_task(self._catch_up())
 
-    async def _tick(self) -> None:
+    async def _every(self, interval_s: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do this after each interval, until cancelled."""
         while True:
-            await asyncio.sleep(_TICK_S)
-            self._missed.set()
-            with fenced("placement tick"):
-                for worker_id in self.fleet.on_tick(self._clock()):
-                    canonical(_log, "worker dropped", worker=worker_id)
+            await asyncio.sleep(interval_s)
+            with fenced(what):
+                await work()
+
+    async def _tick(self) -> None:
+        self._missed.set()
+        for worker_id in self.fleet.on_tick(self._clock()):
+            canonical(_log, "worker dropped", worker=worker_id)
 
     async def _catch_up(self) -> None:
         while True:

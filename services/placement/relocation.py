@@ -13,15 +13,13 @@ from services.placement.core.scaling import Scaling
 from services.placement.placing import Placement
 from services.placement.policy import create_packing
 from shared import subjects
-from shared.bus import Bus, fenced
-from shared.clock import Clock, monotonic_s
+from shared.bus import Bus
 from shared.errors import KvasirError
 from shared.log import canonical, get_logger
 from shared.messages.commands import PlaceSequences
 from shared.messages.moves import SequenceMove, SequenceMoved, WorkersWanted
 from shared.messages.plans import WorkerStepped
 from shared.messages.sequence import SequenceRef
-from shared.shards import WHOLE, Shard
 
 _MOST_ORDERS = 64
 """Maximum number of orders in one message."""
@@ -31,15 +29,8 @@ _log = get_logger("placement.relocation")
 class PackingPlacement(Placement):
     """Placement with a packing policy, which also moves sequences and stops workers, epoch by epoch."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: PlacementConfig,
-        clock: Clock = monotonic_s,
-        model: str = "",
-        shard: Shard = WHOLE,
-    ) -> None:
-        super().__init__(bus, config, None, clock, model, shard)
+    def __init__(self, bus: Bus, config: PlacementConfig, **options: Any) -> None:
+        super().__init__(bus, config, None, **options)
         self.packer = Packer(lambda capacity_blocks: create_packing(config.policy, capacity_blocks))
         self._scaling = Scaling(least=config.min_workers, most=config.max_workers, linger_s=config.idle_s)
         self._modes = MoveModes(config.move_mode, config.epoch_s)
@@ -59,16 +50,11 @@ class PackingPlacement(Placement):
     async def watch(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(super().watch())
-            tasks.create_task(self._pack())
-
-    async def _pack(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.epoch_s)
-            if self._bus.connected:
-                with fenced("packing epoch"):
-                    await self._epoch()
+            tasks.create_task(self._every(self._config.epoch_s, "packing epoch", self._epoch))
 
     async def _epoch(self) -> None:
+        if not self._bus.connected:
+            return
         orders = self._divided(self.packer.on_epoch(self.fleet, self._clock()))
         for first in range(0, len(orders), _MOST_ORDERS):
             for order, _ in await self._order(orders[first : first + _MOST_ORDERS]):
@@ -116,11 +102,11 @@ class PackingPlacement(Placement):
             row["state"] = self.packer.state_of(row["worker"])
         return found | {
             "packed_blocks": self.packer.capacity_blocks,
-            "moves_ordered": counts.ordered,
-            "moved": counts.moved,
-            "moves_failed": counts.failed,
+            "moves_ordered": counts["ordered"],
+            "moved": counts["moved"],
+            "moves_failed": counts["failed"],
             **{f"moves_{mode}": count for mode, count in self._modes.counts.items()},
-            "strays": counts.strays,
+            "strays": counts["strays"],
             "wanted_workers": self._scaling.wanted if self._config.scale else "not scaled",
             "parked": ", ".join(sorted(self._scaling.parked)),
         }

@@ -14,15 +14,13 @@ from services.placement.core.seats import SeatChoice
 from services.placement.placing import Placement
 from services.placement.policy.contract import CostedPolicy, PlacementPolicy
 from shared import subjects
-from shared.bus import Bus, fenced
-from shared.clock import Clock, monotonic_s
+from shared.bus import Bus
 from shared.errors import KvasirError
 from shared.log import canonical, detail, get_logger
 from shared.messages.commands import PlacementItem, PlaceSequences
 from shared.messages.moves import MoveMode, SequenceMove, SequenceMoved, WorkerRoles
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import WorkerReported
-from shared.shards import WHOLE, Shard
 
 _LOOK_S = 1.0
 _ORDER_S = 0.05
@@ -36,16 +34,8 @@ _log = get_logger("placement.roles")
 class RolePlacement(Placement):
     """Placement whose workers have roles: prompts go to those that may compute them, answers move on."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: PlacementConfig,
-        policy: PlacementPolicy,
-        clock: Clock = monotonic_s,
-        model: str = "",
-        shard: Shard = WHOLE,
-    ) -> None:
-        super().__init__(bus, config, policy, clock, model, shard)
+    def __init__(self, bus: Bus, config: PlacementConfig, policy: PlacementPolicy, **options: Any) -> None:
+        super().__init__(bus, config, policy, **options)
         self._roles = FleetRoles(read_roles(config.roles))
         self._hand_overs = HandOvers(self.fleet, self._roles)
         self._waiting_tokens = 0
@@ -88,25 +78,18 @@ class RolePlacement(Placement):
 
     async def watch(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for loop in (super().watch(), self._look(), self._tell(), self._hand_over()):
-                tasks.create_task(loop)
+            tasks.create_task(super().watch())
+            tasks.create_task(self._every(_LOOK_S, "look at roles", self._look))
+            tasks.create_task(self._every(_TELL_S, "roles told", self._publish))
+            tasks.create_task(self._every(_ORDER_S, "hand-overs", self._order_next))
 
     async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            with fenced("look at roles"):
-                now_s = self._clock()
-                loads = [load_of(worker, now_s) for worker in self.fleet.workers.values()]
-                choice = self._roles.on_epoch(loads, self._waiting_tokens, self._step_tokens, now_s)
-                if choice is not None:
-                    self._note_choice(choice)
-                    await self._publish()
-
-    async def _tell(self) -> None:
-        while True:
-            await asyncio.sleep(_TELL_S)
-            with fenced("roles told"):
-                await self._publish()
+        now_s = self._clock()
+        loads = [load_of(worker, now_s) for worker in self.fleet.workers.values()]
+        choice = self._roles.on_epoch(loads, self._waiting_tokens, self._step_tokens, now_s)
+        if choice is not None:
+            self._note_choice(choice)
+            await self._publish()
 
     async def _publish(self) -> None:
         if not (self._bus.connected and self.fleet.workers):
@@ -125,14 +108,9 @@ class RolePlacement(Placement):
         except KvasirError as error:
             _log.warning("roles were not told: %s", error)
 
-    async def _hand_over(self) -> None:
-        while True:
-            await asyncio.sleep(_ORDER_S)
-            if self._bus.connected:
-                with fenced("hand-overs"):
-                    await self._order_next()
-
     async def _order_next(self) -> None:
+        if not self._bus.connected:
+            return
         orders = []
         for one in self._hand_overs.next(self._clock()):
             self._note_hand_over(one)

@@ -5,9 +5,8 @@ arrive faster than they are processed, the newest are dropped, because a late pr
 """
 
 import asyncio
-import contextlib
 import hashlib
-import os
+import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from services.predictor.core.rest_learner import Float32s, RestLearner
+from services.predictor.samples import write_whole
 from shared.log import get_logger
 from shared.messages.commands import LengthPrediction
 from shared.messages.lengths import AnswerState, RevisedLength, WorkerObserved
@@ -136,16 +136,13 @@ class Reviser:
         path = self._file(model, width)
         if path is None:
             return
-        partial_path = path.with_suffix(f".{os.getpid()}.tmp")
+        whole = io.BytesIO()
+        np.savez(whole, **learner.weights())  # type: ignore[arg-type]  # numpy names no type for it
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with partial_path.open("wb") as file:
-                np.savez(file, **learner.weights())  # type: ignore[arg-type]  # numpy names no type for it
-            partial_path.replace(path)
+            write_whole(path, whole.getvalue())
         except OSError as error:
             _log.warning("what was learned of %s is not kept: %s", model, error)
-            with contextlib.suppress(OSError):
-                partial_path.unlink(missing_ok=True)
 
 
 def _told(learner: RestLearner, states: list[AnswerState]) -> tuple[RevisedLength, ...]:

@@ -8,13 +8,12 @@ soft: a restart begins with the latest trained version, or the prior.
 import asyncio
 import hashlib
 import re
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from services.predictor.config import PredictorConfig
 from services.predictor.core.length_model import LengthModel, LengthQuery, LengthSample, PredictedLength
@@ -34,6 +33,9 @@ from shared.messages.reports import SequenceFinished, ServiceStatus
 from shared.messages.sequence import FinishReason
 from shared.plugins import PluginFaults
 
+if TYPE_CHECKING:  # imports torch, which the other models do not need
+    from services.predictor.models.regressor import RegressorModel
+
 HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.PREDICTOR_PREDICT, PredictLength, "predict", concurrency=512),
     Listener(subjects.GATEWAY_FINISHED, SequenceFinished, "learn"),
@@ -42,7 +44,6 @@ HANDLERS: tuple[Handler, ...] = (
 )
 MOST_MODELS = 16
 """Maximum named models; further ones use the common length model."""
-_REGRESSOR = "services.predictor.models.regressor"
 
 _log = get_logger("predictor")
 
@@ -250,13 +251,9 @@ class ServedModels:
 
 def learner_for(config: PredictorConfig, batcher: Batcher, directory: Path | None) -> Learner | None:
     """Return a learner for a regressor with a directory, else None."""
-    if directory is None or not config.learn or _REGRESSOR not in sys.modules:
-        return None  # There is no regressor; importing it would load torch, which takes seconds.
-    from services.predictor.models.regressor import RegressorModel
-
-    return (
-        Learner(batcher.model, batcher.call, directory) if isinstance(batcher.model, RegressorModel) else None
-    )
+    if directory is None or not config.learn or config.model != "regressor":
+        return None
+    return Learner(cast("RegressorModel", batcher.model), batcher.call, directory)
 
 
 def folder_of(name: str) -> str:

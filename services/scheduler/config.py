@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from services.scheduler.core.rules import MoveRules, ReliefRules, Rules, ShadowRules
+from services.scheduler.core.rules import MoveRules, ReliefRules, Rules
 from services.scheduler.policy import check_policy, policy_names
 from services.scheduler.policy.contract import REFUSE_WAIT_S, PolicySettings, QueueOrder
 from services.scheduler.policy.relief import LADDER
@@ -111,6 +111,6 @@ class SchedulerConfig(ServiceConfig):
             max_queued=self.max_queued,
             refuse_wait_s=self.refuse_wait_s,
             moves=MoveRules(most_at_once=self.most_moves),
-            shadows=ShadowRules(from_s=self.shadow_from_s),
+            shadow_from_s=self.shadow_from_s,
             relief=ReliefRules(enabled=self.relief, switched_off=frozenset(self.relief_off)),
         )

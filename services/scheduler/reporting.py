@@ -6,7 +6,7 @@ its own (`policy/tenants.py`).
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from services.scheduler.core import effects
@@ -101,6 +101,7 @@ class TermReport:
         self._note(
             "predicted",
             ref,
+            {"kvasir.predicted_tokens": prediction.rl_tokens},
             tokens=prediction.rl_tokens,
             p50_tokens=prediction.p50_tokens,
             p80_tokens=prediction.p80_tokens,
@@ -108,13 +109,9 @@ class TermReport:
             p95_tokens=prediction.p95_tokens,
             model=prediction.model_version,
         )
-        if self.spans is not None:
-            self.spans.event(ref, "predicted", {"kvasir.predicted_tokens": prediction.rl_tokens})
 
     def placed(self, ref: SequenceRef, worker_id: str) -> None:
-        self._note("placed", ref, worker=worker_id)
-        if self.spans is not None:
-            self.spans.event(ref, "placed", {"kvasir.worker": worker_id})
+        self._note("placed", ref, {"kvasir.worker": worker_id}, worker=worker_id)
 
     def move_begun(self, order: SequenceMove) -> None:
         self._note("move begun", order.ref, target=order.target, mode=str(order.mode), why=order.why)
@@ -193,8 +190,13 @@ class TermReport:
             for name, service in sorted(rows.items())
         ]
 
-    def _note(self, kind: str, ref: SequenceRef, **fields: Any) -> None:
+    def _note(
+        self, kind: str, ref: SequenceRef, span: Mapping[str, str | int] = {}, /, **fields: Any
+    ) -> None:
+        """Record an event of a sequence, and with `span`, its attributes there, add it to its span."""
         self._recorder.note(kind, ref.request_id, choice=ref.choice, attempt=ref.attempt, **fields)
+        if span and self.spans is not None:
+            self.spans.event(ref, kind, span)
 
     def _plan(self, worker_id: str, plan: BatchPlan) -> None:
         now_s = monotonic_s()

@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,19 +67,13 @@ class BusAccess:
     certificate: Certificate | None = None
 
     @classmethod
-    def to_local(
-        cls, ports: Sequence[int], credentials: Credentials, certificate: Certificate | None
-    ) -> "BusAccess":
-        """Return access to servers on this machine."""
-        return cls.to([f"127.0.0.1:{port}" for port in ports], credentials, certificate)
-
-    @classmethod
     def to(
-        cls, places: Sequence[str], credentials: Credentials, certificate: Certificate | None
+        cls, places: Iterable[str | int], credentials: Credentials, certificate: Certificate | None
     ) -> "BusAccess":
-        """Return access to servers at these HOST:PORT."""
+        """Return access to servers at these HOST:PORT, or ports of this machine."""
         scheme = "nats" if certificate is None else "tls"
-        return cls(",".join(f"{scheme}://{place}" for place in places), credentials, certificate)
+        hosts = (f"127.0.0.1:{place}" if isinstance(place, int) else place for place in places)
+        return cls(",".join(f"{scheme}://{host}" for host in hosts), credentials, certificate)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], credentials: Credentials) -> "BusAccess":

@@ -3,7 +3,6 @@ separate module, because `cryptography` is slow to import and few stacks need it
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from shared.key_file import write_private
 
 _LIFETIME = datetime.timedelta(days=3650)
 _CLOCK_SLACK = datetime.timedelta(hours=1)
@@ -44,9 +45,9 @@ def make_certificate(directory: Path, names: Sequence[str] = LOCAL_NAMES) -> Non
     )
     pem = serialization.Encoding.PEM
     private = server_key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    _write(directory / "server.pem", server.public_bytes(pem))
-    _write(directory / "server-key.pem", private)
-    _write(directory / "ca.pem", ca.public_bytes(pem))
+    write_private(directory / "server.pem", server.public_bytes(pem))
+    write_private(directory / "server-key.pem", private)
+    write_private(directory / "ca.pem", ca.public_bytes(pem))
 
 
 def names_host(cert: Path, host: str) -> bool:
@@ -79,24 +80,11 @@ def _unsigned(
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    others = ("content_commitment", "data_encipherment", "encipher_only", "decipher_only")
+    exchange = ("key_encipherment", "key_agreement")
+    off = dict.fromkeys((*others, *exchange), False)
+    return x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **off)
 
 
 def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-
-
-def _write(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)

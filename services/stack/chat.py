@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,20 +19,6 @@ _SILENCE_S = 120.0
 """An answer is aborted after this long without data."""
 
 
-@dataclass(frozen=True)
-class ChatOptions:
-    """Command-line options of `chat`."""
-
-    run: RunDirectory
-    question: str = ""
-    """Single question; empty: interactive."""
-    model: str | None = None
-    """None: the first that is served."""
-    system: str | None = None
-    temperature: float | None = None
-    max_tokens: int | None = None
-
-
 class ChatFailed(UnavailableError):
     """The gateway refused the request, or the answer broke off."""
 
@@ -41,11 +27,10 @@ class ChatFailed(UnavailableError):
 
 @dataclass
 class Conversation:
-    """A conversation's messages and its connection."""
+    """A conversation's messages, its connection, and the other fields of each request."""
 
     client: httpx.Client
-    model: str
-    options: ChatOptions
+    fields: Mapping[str, Any]
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, question: str) -> Generator[str]:
@@ -53,7 +38,8 @@ class Conversation:
         asked = [*self.messages, {"role": "user", "content": question}]
         answer: list[str] = []
         try:
-            with self.client.stream("POST", "/v1/chat/completions", json=self._body(asked)) as response:
+            body = {**self.fields, "messages": asked, "stream": True}
+            with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
                 _raise_for(response)
                 for piece in contents(response.iter_lines()):
                     answer.append(piece)
@@ -62,45 +48,45 @@ class Conversation:
             raise ChatFailed(f"the answer broke off: {error or type(error).__name__}") from None
         self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
 
-    def forget(self) -> None:
-        """Reset to the system message."""
-        self.messages = [message for message in self.messages if message["role"] == "system"]
 
-    def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self.model, "messages": messages, "stream": True}
-        if self.options.temperature is not None:
-            body["temperature"] = self.options.temperature
-        if self.options.max_tokens is not None:
-            body["max_tokens"] = self.options.max_tokens
-        return body
-
-
-def chat(options: ChatOptions, console: Console) -> int:
-    """Chat until /exit or end of input, or print one answer. Raise ChatFailed without a stack."""
-    state = options.run.read_state()
-    if options.run.holder() is None or "url" not in state:
-        raise ChatFailed(nothing_runs(options.run))
-    headers = {"Authorization": f"Bearer {options.run.credentials().api_key}"}
+def chat(
+    run: RunDirectory,
+    console: Console,
+    question: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    system: str | None = None,
+    **fields: Any,
+) -> int:
+    """Chat until /exit or end of input, or print one answer. `model` is by default the first that is served;
+    `fields` of the requests are omitted where they are None. Raise ChatFailed without a stack."""
+    state = run.read_state()
+    if run.holder() is None or "url" not in state:
+        raise ChatFailed(nothing_runs(run))
+    headers = {"Authorization": f"Bearer {run.credentials().api_key}"}
     timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
     with httpx.Client(base_url=state["url"], headers=headers, timeout=timeout, trust_env=False) as client:
-        conversation = Conversation(client, options.model or _first_model(client), options)
-        if options.system:
-            conversation.messages.append({"role": "system", "content": options.system})
-        if options.question:
-            _print_answer(conversation, options.question)
-            return 0
-        return _converse(conversation, console)
+        given = {name: value for name, value in fields.items() if value is not None}
+        conversation = Conversation(client, {"model": model or _first_model(client), **given})
+        if system:
+            conversation.messages.append({"role": "system", "content": system})
+        if not (asked := " ".join(question)):
+            return _converse(conversation, console)
+        _print_answer(conversation, asked)
+        return 0
 
 
 def _converse(conversation: Conversation, console: Console) -> int:
     console.print(
-        f"{conversation.model}: /exit ends, /new forgets, Ctrl-C stops an answer", style="dim", markup=False
+        f"{conversation.fields['model']}: /exit ends, /new forgets, Ctrl-C stops an answer",
+        style="dim",
+        markup=False,
     )
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # enables line editing in input()
     while (line := _read_line()) not in (None, "/exit", "/quit"):
         if line == "/new":
-            conversation.forget()
+            conversation.messages = [one for one in conversation.messages if one["role"] == "system"]
         elif line:
             try:
                 _print_answer(conversation, line)
@@ -110,7 +96,7 @@ def _converse(conversation: Conversation, console: Console) -> int:
 
 
 def _read_line() -> str | None:
-    """Return one stripped line, or None at end of input. Ctrl-C ends the program."""
+    """Return one stripped line, or None at end of input."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:

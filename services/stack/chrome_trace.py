@@ -50,16 +50,8 @@ def _step(event: TraceEvent, at_us: float, pid: int) -> Iterator[dict[str, Any]]
     name = "prefill" if prefills and not decodes else "decode" if not prefills else "prefill and decode"
     args = {name: event[name] for name in ("plan", "epoch", "prefills", "decodes", "prefill_tokens")}
     length_us = max(_LEAST_US, event["step_s"] * 1e6)
-    yield {
-        "ph": "X",
-        "name": name,
-        "cat": "step",
-        "ts": at_us,
-        "dur": length_us,
-        "pid": pid,
-        "tid": _STEPS,
-        "args": args,
-    }
+    place = {"pid": pid, "tid": _STEPS, "ts": at_us}
+    yield {"ph": "X", "name": name, "cat": "step", "dur": length_us, "args": args, **place}
     yield _counter("sequences", at_us, pid, prefills + decodes)
     if "free_blocks" in event:
         yield _counter("free KV blocks", at_us + length_us, pid, event["free_blocks"])

@@ -8,10 +8,11 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from rich.console import Console
 
@@ -26,9 +27,6 @@ from shared.errors import ConfigError, KvasirError
 from shared.messages.sequence import ServiceClass
 from shared.release import VERSION
 
-if TYPE_CHECKING:
-    from services.stack.up import UpOptions
-
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
 _METAVARS = {"served_name": "NAME"}
 _STACK_FLAGS = (
@@ -37,6 +35,8 @@ _STACK_FLAGS = (
 )  # fmt: skip
 
 
+_OF_ALL = ("command", "program", "run_dir", "words")
+"""Arguments of every command."""
 _KEY_OPTIONS = ("class", "weight", "max_concurrent", "requests_per_minute", "tokens_per_minute")
 
 
@@ -134,7 +134,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="Python of workers with engine vllm: one that has vLLM 0.26 or later [.venv-vllm/bin/python]",
     )
-    up.add_argument("--tls", action="store_true", help=StackConfig.model_fields["tls"].description)
+    up.add_argument(
+        "--tls", action="store_const", const=True, help=StackConfig.model_fields["tls"].description
+    )
     up.add_argument(
         "--set",
         action="append",
@@ -145,14 +147,14 @@ def _parser() -> argparse.ArgumentParser:
     up.set_defaults(command=_up)
 
     down = commands.add_parser("down", parents=[common], help="stop the stack")
-    down.set_defaults(command=_down)
+    down.set_defaults(command=_call("down"))
 
     roll = commands.add_parser(
         "roll", parents=[common], help="restart every process in turn, while it serves"
     )
     roll.add_argument("names", nargs="*", metavar="NAME", help="process (worker-0) or service (worker) [all]")
     roll.add_argument("--code", type=Path, metavar="FOLDER", help="checkout to start them from [this one]")
-    roll.set_defaults(command=_roll)
+    roll.set_defaults(command=_call("rolling", "roll"))
 
     status = commands.add_parser(
         "status", parents=[common], help="say whether all is well; with NAME, details"
@@ -160,31 +162,36 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument(
         "names", nargs="*", metavar="NAME", help="process (worker-0), service (worker), or all"
     )
-    status.add_argument("--json", action="store_true", help="print JSON")
-    status.set_defaults(command=_status)
+    status.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+    status.set_defaults(command=_call("status"))
 
     logs = commands.add_parser("logs", parents=[common], help="print what the processes have logged")
     logs.add_argument("names", nargs="*", metavar="NAME", help="only these processes: worker-0 gateway-0")
     logs.add_argument("--follow", "-f", action="store_true", help="keep printing new lines until Ctrl-C")
     logs.add_argument("--lines", "-n", type=int, default=40, metavar="N", help="lines to print [%(default)s]")
-    logs.set_defaults(command=_logs)
+    logs.set_defaults(command=_call("logs"))
 
     explain = commands.add_parser("explain", parents=[common], help="show where the time of a request went")
-    explain.add_argument("request", metavar="REQUEST_ID", help="from the header x-kvasir-request-id")
-    explain.add_argument("--events", action="store_true", help="also print every recorded event")
+    explain.add_argument("request_id", metavar="REQUEST_ID", help="from the header x-kvasir-request-id")
+    explain.add_argument(
+        "--events", action="store_true", dest="with_events", help="also print every recorded event"
+    )
     explain.add_argument(
         "--what-if",
         nargs="*",
+        dest="otherwise",
         metavar="POLICY|+N",
         help="simulate when the request would have ended under another policy or with N more workers [both]",
     )
-    explain.add_argument("--json", action="store_true", help="print JSON")
-    explain.set_defaults(command=_explain)
+    explain.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+    explain.set_defaults(command=_call("explain"))
 
     record = commands.add_parser("record", parents=[common], help="write what happened lately to a file")
     record.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines")
-    record.add_argument("--perfetto", action="store_true", help="write Chrome trace events instead")
-    record.set_defaults(command=_record)
+    record.add_argument(
+        "--perfetto", action="store_true", dest="as_trace", help="write Chrome trace events instead"
+    )
+    record.set_defaults(command=_call("record"))
 
     env = commands.add_parser("env", parents=[common], help="print what clients read: eval $(kvasir env)")
     env.set_defaults(command=_env)
@@ -211,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="system message")
     chat.add_argument("--temperature", type=float, help="0 is greedy [the model's]")
     chat.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
-    chat.set_defaults(command=_chat)
+    chat.set_defaults(command=_call("chat"))
 
     models = commands.add_parser("models", help="list local models; pull and remove models")
     models.set_defaults(command=_models, action="list")
@@ -226,13 +233,26 @@ def _parser() -> argparse.ArgumentParser:
 
     credentials = commands.add_parser("credentials", parents=[common], help="add a NATS user for an instance")
     credentials.add_argument("name", help="SERVICE-ID, such as worker-2; or operator")
-    credentials.set_defaults(command=_credentials)
+    credentials.set_defaults(command=_call("nats_server", "credentials"))
     _add_keys(commands.add_parser("keys", parents=[common], help="add, list and revoke API keys"))
     commands.add_parser("experiment", help="compare parts in a grid of runs, or repeat what somebody cites")
     completion = commands.add_parser("completion", help="print a completion script for your shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     completion.set_defaults(command=_completion)
     return parser
+
+
+def _call(module: str, function: str = "") -> Callable[[argparse.Namespace, Console], int]:
+    """Return the command that calls a function of `services.stack`, by default the one named as its module.
+    The command's own arguments are the function's, by name."""
+
+    def command(arguments: argparse.Namespace, console: Console) -> int:
+        own = {name: value for name, value in vars(arguments).items() if name not in _OF_ALL}
+        called = getattr(import_module(f"services.stack.{module}"), function or module)
+        code = called(RunDirectory(arguments.run_dir), console, **own)
+        return int(asyncio.run(code) if asyncio.iscoroutine(code) else code)
+
+    return command
 
 
 def _experiment(words: Sequence[str]) -> int:
@@ -299,36 +319,44 @@ def _keys(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _up(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.up import UpOptions, up, up_detached
+    from services.stack.up import up, up_detached
 
-    program: Program = arguments.program
-    file: Path | None = arguments.config or (_DEFAULT_FILE if _DEFAULT_FILE.exists() else None)
-    flags = [f"--{n}={getattr(arguments, n)}" for n in _STACK_FLAGS if getattr(arguments, n) is not None]
-    flags += [f"--model={arguments.model[0]}"] if arguments.model else []
-    flags += [f"--more_models={json.dumps(arguments.model[1:])}"] if arguments.model[1:] else []
-    flags += [f"--engine={arguments.engine}"] if arguments.engine else []
-    flags += [f"--vllm_python={arguments.vllm_python.absolute()}"] if arguments.vllm_python else []
-    flags += ["--tls=true"] if arguments.tls else []
-    flags += [f"--without={json.dumps(arguments.without)}"] if arguments.without else []
-    config = load(StackConfig, "stack", argv=[*(["--config", str(file)] if file else []), *flags])
-    options = UpOptions(
-        config=config,
-        run=RunDirectory(arguments.run_dir),
-        sources=Sources(file, tuple(parse_override(text) for text in arguments.set), os.environ),
-        make_table=program.make_table,
-    )
+    program, sources = arguments.program, _sources(arguments)
+    given = {name: getattr(arguments, name) for name in (*_STACK_FLAGS, "engine", "tls", "without")}
+    given |= {"model": next(iter(arguments.model), None), "more_models": arguments.model[1:] or None}
+    given["vllm_python"] = arguments.vllm_python and arguments.vllm_python.absolute()
+    config = load(StackConfig, "stack", _flags(sources, given))
+    run = RunDirectory(arguments.run_dir)
     if arguments.detach:
         words = [word for word in arguments.words if word not in ("--detach", "--if-needed")]
-        return up_detached(options.run, program.module, words, console, if_needed=arguments.if_needed)
-    return asyncio.run(up(_with_default_model(options, console), console))
+        return up_detached(run, program.module, words, console, if_needed=arguments.if_needed)
+    config, sources = _with_default_model(config, sources, console)
+    return asyncio.run(up(config, run, sources, program.make_table, console))
 
 
-def _with_default_model(options: "UpOptions", console: Console) -> "UpOptions":
-    """Return the options with the default model if none is named and a worker computes it itself."""
+def _sources(arguments: argparse.Namespace) -> Sources:
+    """Return where the settings of `up` come from, by the command's `--config` and `--set`."""
+    file = getattr(arguments, "config", None) or (_DEFAULT_FILE if _DEFAULT_FILE.exists() else None)
+    overrides = tuple(parse_override(text) for text in getattr(arguments, "set", ()))
+    return Sources(file, overrides, os.environ)
+
+
+def _flags(sources: Sources, given: Mapping[str, Any]) -> list[str]:
+    """Return flags for `load`, without those that are None."""
+    words = {
+        name: value if isinstance(value, str | Path) else json.dumps(value) for name, value in given.items()
+    }
+    flags = [f"--{name}={word}" for name, word in words.items() if given[name] is not None]
+    return [*(["--config", str(sources.config_file)] if sources.config_file else []), *flags]
+
+
+def _with_default_model(
+    config: StackConfig, sources: Sources, console: Console
+) -> tuple[StackConfig, Sources]:
+    """Return both with the default model if none is named and a worker computes it itself."""
     from services.stack import models
     from services.stack.display import say
 
-    config, sources = options.config, options.sources
     engine = config.engine or sources.value("worker-0", "engine") or "native"
     if (
         config.model
@@ -336,15 +364,15 @@ def _with_default_model(options: "UpOptions", console: Console) -> "UpOptions":
         or sources.value("gateway-0", "model")
         or engine != "native"
     ):
-        return options
+        return config, sources
     model = models.default()
     if model is None:
         remedy = f"./kvasir models pull {models.DEFAULT} fetches it (93 MB)"
         say(console, f"{models.DEFAULT} is not here, so Tiny Chat is served: {remedy}")
-        return options
+        return config, sources
     sets = (("gateway", "default_temperature", models.DEFAULT_TEMPERATURE), *sources.overrides)
     sources = replace(sources, overrides=sets)
-    return replace(options, config=config.model_copy(update={"model": model}), sources=sources)
+    return config.model_copy(update={"model": model}), sources
 
 
 def _env(arguments: argparse.Namespace, console: Console) -> int:
@@ -368,9 +396,8 @@ def _config(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.markdown:
         print("\n".join(settings.as_table()))
         return 0
-    file = arguments.config or (_DEFAULT_FILE if _DEFAULT_FILE.exists() else None)
-    sources = Sources(file, tuple(parse_override(text) for text in arguments.set), os.environ)
-    stack = load_with_origins(StackConfig, "stack", ["--config", str(file)] if file else [])
+    sources = _sources(arguments)
+    stack = load_with_origins(StackConfig, "stack", _flags(sources, {}))
     found = settings.listed(
         list(settings.in_force(sources, *stack)), arguments.sections, with_defaults=arguments.all
     )
@@ -384,68 +411,14 @@ def _config(arguments: argparse.Namespace, console: Console) -> int:
 def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     from services.stack.doctor import examined
 
-    file = _DEFAULT_FILE if _DEFAULT_FILE.exists() else None
+    sources = _sources(arguments)
     given = {name: getattr(arguments, name) for name in ("workers", "port")}
-    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    config = load(StackConfig, "stack", [*(["--config", str(file)] if file else []), *flags])
-    model = arguments.model or config.model or Sources(file, (), os.environ).value("worker-0", "model")
+    config = load(StackConfig, "stack", _flags(sources, given))
+    model = arguments.model or config.model or sources.value("worker-0", "model")
     findings = list(examined(RunDirectory(arguments.run_dir), model, config.workers, config.port))
     for finding in findings:
         print(finding)
     return 1 if any(finding.is_fatal for finding in findings) else 0
-
-
-def _down(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.down import down
-
-    return down(RunDirectory(arguments.run_dir), console)
-
-
-def _roll(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.rolling import roll
-
-    return roll(RunDirectory(arguments.run_dir), console, arguments.names, arguments.code)
-
-
-def _status(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.status import status
-
-    run, names = RunDirectory(arguments.run_dir), arguments.names
-    return asyncio.run(status(run, console, as_json=arguments.json, names=names))
-
-
-def _logs(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.logs import logs
-
-    run, follow = RunDirectory(arguments.run_dir), arguments.follow
-    return logs(run, console, arguments.names, lines=arguments.lines, follow=follow)
-
-
-def _explain(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.explain import explain
-
-    run = RunDirectory(arguments.run_dir)
-    return explain(
-        run,
-        console,
-        arguments.request,
-        with_events=arguments.events,
-        as_json=arguments.json,
-        otherwise=arguments.what_if,
-    )
-
-
-def _record(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.record import record
-
-    run = RunDirectory(arguments.run_dir)
-    return record(run, console, arguments.out, as_trace=arguments.perfetto)
-
-
-def _credentials(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.nats_server import credentials
-
-    return credentials(RunDirectory(arguments.run_dir), arguments.name, console)
 
 
 def _models(arguments: argparse.Namespace, console: Console) -> int:
@@ -467,17 +440,3 @@ def _models(arguments: argparse.Namespace, console: Console) -> int:
                 if name not in {found.name for found in here}:
                     say(console, f"{name:30} {size_mb:10.1f} MB  to pull from {origin}, {licence}")
     return 0
-
-
-def _chat(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.chat import ChatOptions, chat
-
-    options = ChatOptions(
-        run=RunDirectory(arguments.run_dir),
-        question=" ".join(arguments.question),
-        model=arguments.model,
-        system=arguments.system,
-        temperature=arguments.temperature,
-        max_tokens=arguments.max_tokens,
-    )
-    return chat(options, console)

@@ -3,18 +3,18 @@
 import contextlib
 import shlex
 import shutil
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from services.stack.rundir import ROOT, RunDirectory
+from services.stack.rundir import DEFAULT_RUN_DIR, ROOT, RunDirectory
 from services.stack.supervisor import Child, ChildState
 from shared.errors import ConfigError
 
@@ -82,25 +82,28 @@ def _word(child: Child) -> str:
     return child.obstacle if child.obstacle and child.state is ChildState.STARTING else str(child.state)
 
 
-def curl_line(url: str, key: str, model: str) -> str:
-    """Return a curl command that streams an answer."""
-    messages = '[{"role":"user","content":"Tell me about the sea."}]'
-    body = f'{{"model":"{model}","stream":true,"messages":{messages}}}'
-    return (
-        f"curl -N {url}/v1/chat/completions -H 'Authorization: Bearer {key}' "
-        f"-H 'Content-Type: application/json' -d '{body}'"
-    )
-
-
 def say(console: Console, text: str) -> None:
     """Print `text` without wrapping, colours or markup."""
     console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-def command_line(words: str, run: RunDirectory, module: str = "services") -> str:
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", *, right: Collection[str] = ()
+) -> Table:
+    """Return a table without frames; `right` are the headings of columns that are aligned to the right."""
+    made = Table(title=title or None, title_justify="left", title_style="bold", pad_edge=False)
+    made.box = SIMPLE_HEAD
+    for heading in headings:
+        made.add_column(heading, overflow="fold", justify="right" if heading in right else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def command_line(words: str, run: RunDirectory) -> str:
     """Return the shell command for these words and this run directory."""
-    where = "" if run.is_default else f" --run-dir {shlex.quote(str(run.path))}"
-    return f"{_program(module)} {words}{where}"
+    where = "" if run.path == DEFAULT_RUN_DIR else f" --run-dir {shlex.quote(str(run.path))}"
+    return f"{_program()} {words}{where}"
 
 
 def nothing_runs(run: RunDirectory) -> str:
@@ -116,9 +119,7 @@ def running_state(run: RunDirectory) -> dict[str, Any]:
     return state
 
 
-def _program(module: str) -> str:
-    if module != "services":
-        return f"{sys.executable} -m {module}"
+def _program() -> str:
     script = ROOT / "kvasir"
     found = shutil.which(script.name)
     if found is not None and Path(found).resolve() == script:
@@ -126,26 +127,20 @@ def _program(module: str) -> str:
     return f"./{script.name}" if Path.cwd() == ROOT else shlex.quote(str(script))
 
 
-def ready_text(url: str, key: str, model: str, ready_s: float, run: RunDirectory) -> str:
-    """Return the ready message. It contains the key, so do not log it."""
-    return f"ready in {ready_s:.1f} s\n\n{access_text(url, key, model, run)}"
-
-
 def access_text(url: str, key: str, model: str, run: RunDirectory) -> str:
-    """Return URL, key and usage examples."""
+    """Return URL, key and usage examples. It contains the key, so do not log it."""
+    messages = '[{"role":"user","content":"Tell me about the sea."}]'
+    body = f'{{"model":"{model}","stream":true,"messages":{messages}}}'
+    hints = {"talk to it": "chat", "look inside": "status", "read its logs": "logs", "end it": "down"}
+    hint_lines = "\n".join(f"  {what:15}{command_line(word, run)}" for what, word in hints.items())
     return f"""\
   URL  {url}
   key  {key}
   chat {url}/ui/chat#key={key}
   page {url}/ui#key={key}
 
-{curl_line(url, key, model)}
+curl -N {url}/v1/chat/completions -H 'Authorization: Bearer {key}' \
+-H 'Content-Type: application/json' -d '{body}'
 
-{hints_text(run)}
+{hint_lines}
 """
-
-
-def hints_text(run: RunDirectory) -> str:
-    """Return the most useful next commands."""
-    hints = {"talk to it": "chat", "look inside": "status", "read its logs": "logs", "end it": "down"}
-    return "\n".join(f"  {what:15}{command_line(word, run)}" for what, word in hints.items())

@@ -156,7 +156,7 @@ def _ports(run: RunDirectory, port: int) -> Iterator[Finding]:
             yield Finding("port", f"{wanted} is free for {name}")
         else:
             advice = f"stop that, or start with {flag} 0" if name == "HTTP" else "another one will be taken"
-            yield Finding("port", f"{wanted}, wanted for {name}, is taken by {owner(wanted)}", advice)
+            yield Finding("port", f"{wanted}, wanted for {name}, is taken by {owner(wanted)[1]}", advice)
 
 
 def _hub() -> Finding:

@@ -13,12 +13,12 @@ import psutil
 from rich.console import Console
 
 from services.stack.display import say
+from services.stack.process import comes_true
 from services.stack.rundir import RunDirectory
 
 _STOP_WAIT_S = 45.0
 """The supervisor stops within three stages of its grace period."""
 _KILL_WAIT_S = 5.0
-_POLL_S = 0.05
 
 
 def down(run: RunDirectory, console: Console) -> int:
@@ -30,12 +30,10 @@ def down(run: RunDirectory, console: Console) -> int:
         what = f"; ended {left} processes that it had left behind" if left else ""
         say(console, f"nothing runs from {run.path}{what}")
         return 0
-    _signal(pid, signal.SIGTERM)
     how = "stopped"
-    if not _gone(run, pid, _STOP_WAIT_S):
+    if not _ends(run, pid, signal.SIGTERM, _STOP_WAIT_S):
         how = "killed"
-        _signal(pid, signal.SIGKILL)
-        if not _gone(run, pid, _KILL_WAIT_S):
+        if not _ends(run, pid, signal.SIGKILL, _KILL_WAIT_S):
             say(console, f"the supervisor (pid {pid}) of {run.path} could not be ended")
             return 1
     left = end_leftovers(run.read_state())
@@ -49,18 +47,11 @@ def down(run: RunDirectory, console: Console) -> int:
     return 0
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
+def _ends(run: RunDirectory, pid: int, number: signal.Signals, within_s: float) -> bool:
+    """Send the supervisor a signal; return True if it is gone in time."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _gone(run: RunDirectory, pid: int, timeout_s: float) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while run.holder() is not None or is_alive(pid):
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(_POLL_S)
-    return True
+    return comes_true(lambda: run.holder() is None and not is_alive(pid), within_s)
 
 
 _CLOCK_SLACK_S = 2.0
@@ -74,9 +65,7 @@ def end_leftovers(state: Mapping[str, Any]) -> int:
     for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    deadline_s = time.monotonic() + _KILL_WAIT_S
-    while any(is_alive(process.pid) for process in found) and time.monotonic() < deadline_s:
-        time.sleep(_LEFTOVERS_POLL_S)
+    comes_true(lambda: not any(is_alive(process.pid) for process in found), _KILL_WAIT_S, _LEFTOVERS_POLL_S)
     return len(found)
 
 

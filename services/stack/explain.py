@@ -9,11 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from services.stack.display import running_state, say
+from services.stack.display import running_state, say, table
 from services.stack.record import recording
 from services.stack.rundir import ROOT, RunDirectory
 from shared.errors import ConfigError, NoResponder
@@ -104,7 +102,7 @@ def _show(console: Console, told: Mapping[str, Any], *, with_events: bool) -> No
             [f"{cause['share']:6.1%}", f"{cause['seconds']:.3f} s", cause["cause"], cause["note"]]
             for cause in account["causes"]
         ]
-        console.print(_table(["share", "time", "cause", ""], rows))
+        console.print(table(["share", "time", "cause", ""], rows, right=("share", "time")))
     if "what_if" in told:
         say(console, in_words(told["what_if"]))
     if with_events:
@@ -113,19 +111,8 @@ def _show(console: Console, told: Mapping[str, Any], *, with_events: bool) -> No
             [f"{event['unix_s'] - began_s:8.3f}", event["instance"], event["kind"], _fields(event)]
             for event in told["events"]
         ]
-        console.print(_table(["after s", "where", "what", ""], rows))
+        console.print(table(["after s", "where", "what", ""], rows))
 
 
 def _fields(event: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in event.items() if name not in _QUIET)
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        table.add_column(
-            heading, overflow="fold", justify="right" if heading in ("share", "time") else "left"
-        )
-    for row in rows:
-        table.add_row(*row)
-    return table

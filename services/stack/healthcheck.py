@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from services.stack.config import StackConfig
-from services.stack.probes import HttpProbe, greeting
+from services.stack.probes import greeting, serves
 from shared import subjects
 from shared.config import ENV_PREFIX, BusConfig, load
 from shared.errors import ConfigError, KvasirError, NoResponder
@@ -60,15 +60,11 @@ async def answer(name: str, environ: Mapping[str, str]) -> str:
     except ValueError as error:
         raise ConfigError(f"neither nats nor an instance: {error}") from None
     if service == "gateway":
-        return await _gateway(int(environ.get(_PORT_VARIABLE) or _DEFAULT_PORT))
+        obstacle = await serves(int(environ.get(_PORT_VARIABLE) or _DEFAULT_PORT), "/ready")
+        if obstacle is not None:
+            raise NoResponder(obstacle)
+        return "ready"
     return await _instance(_bus_config(environ), service, name)
-
-
-async def _gateway(port: int) -> str:
-    obstacle = await HttpProbe(port, "/ready").obstacle(0.0)
-    if obstacle is not None:
-        raise NoResponder(obstacle)
-    return "ready"
 
 
 async def _nats(config: BusConfig) -> str:

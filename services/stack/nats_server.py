@@ -23,6 +23,7 @@ from services.stack.obstructions import free_port
 from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.errors import BusUnavailable, ConfigError, InternalError
+from shared.key_file import write_private
 from shared.subjects import Permissions, permissions_of
 
 _ANSWER_WITHIN = "2m"
@@ -178,9 +179,7 @@ def replace_users(path: Path, access: BusAccess) -> None:
 
 
 def _write_checked(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
+    write_private(path, text)
     checked = subprocess.run(
         [binary(), "-c", str(path), "-t"],
         capture_output=True,

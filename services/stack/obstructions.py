@@ -7,15 +7,15 @@ import itertools
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 import psutil
 
 from services.stack.display import command_line
+from services.stack.process import comes_true
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildSpec
 from shared import subjects
@@ -25,17 +25,6 @@ from shared.errors import ConfigError, KvasirError
 _FIRST_PORT, _SHARES, _PORTS_OF_SHARE = 12_000, 64, 320
 _turns = itertools.count(secrets.randbelow(_PORTS_OF_SHARE))
 """Start position in the port share, random because two processes may have the same share."""
-
-
-@dataclass(frozen=True)
-class PortOwner:
-    """Process that listens on a port; `pid` is None if it belongs to another user."""
-
-    pid: int | None
-    command: str
-
-    def __str__(self) -> str:
-        return f"pid {self.pid} ({self.command})" if self.pid else "a process of another user"
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
@@ -51,43 +40,41 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def free_port(host: str = "127.0.0.1", taken: Collection[int] = ()) -> int:
+def free_port(taken: Collection[int] = ()) -> int:
     """Return a free port, not in `taken`, that is unlikely to be given to another process soon. It lies below
     the kernel's ephemeral ports. Each process searches its own share from a random position, so that
     concurrent starts get different ports. Raise OSError if the share is full."""
     share = _FIRST_PORT + os.getpid() % _SHARES * _PORTS_OF_SHARE
     for _ in range(_PORTS_OF_SHARE):
         port = share + next(_turns) % _PORTS_OF_SHARE
-        if port not in taken and is_free(port, host):
+        if port not in taken and is_free(port):
             return port
     raise OSError(errno.EADDRINUSE, f"no free port from {share} to {share + _PORTS_OF_SHARE - 1}")
 
 
-def owner(port: int) -> PortOwner:
-    """Return the process that listens on `port`."""
-    try:
-        connections = psutil.net_connections("tcp")
-    except psutil.AccessDenied:
-        connections = []
-    for connection in connections:
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            if connection.pid is None:
-                break
-            return _responsible(connection.pid)
-    return PortOwner(None, "")
+def owner(port: int) -> tuple[int | None, str]:
+    """Return the pid of the process that listens on `port`, None if it is another user's, and its name."""
+    with contextlib.suppress(psutil.AccessDenied):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status != psutil.CONN_LISTEN or connection.pid is None:
+                continue
+            if connection.laddr and connection.laddr.port == port:
+                pid, command = _responsible(connection.pid)
+                return pid, f"pid {pid} ({command})"
+    return None, "a process of another user"
 
 
-def _responsible(pid: int) -> PortOwner:
-    """Return the process, or its stack's supervisor, which would restart it."""
+def _responsible(pid: int) -> tuple[int, str]:
+    """Return pid and command of the process, or of its stack's supervisor, which would restart it."""
     try:
         process = psutil.Process(pid)
         parent = process.parent()
         words = parent.cmdline() if parent is not None else []
         if parent is not None and "up" in words and any("services" in word for word in words):
             process = parent
-        return PortOwner(process.pid, " ".join(process.cmdline())[:120] or "no command line")
+        return process.pid, " ".join(process.cmdline())[:120] or "no command line"
     except psutil.Error:
-        return PortOwner(pid, "ended meanwhile")
+        return pid, "ended meanwhile"
 
 
 DEFAULT_NATS_PORT = 4222
@@ -112,29 +99,30 @@ def running_already(run: RunDirectory) -> Obstructed:
     )
 
 
-def choose_port(port: int, flag: str = "--port", taken: Collection[int] = ()) -> int:
-    """Return the gateway's port if it is free; 0: any port not in `taken`. Raise Obstructed."""
+def choose_port(port: int, flag: str = "--port", taken: Collection[int] = (), what: str = "HTTP") -> int:
+    """Return the port if it is free; 0: any port not in `taken`. Raise Obstructed."""
     if port == 0:
         return free_port(taken=taken)
-    if not _free_soon(port):
-        raise _taken(port, "HTTP", flag)
-    return port
+    if comes_true(lambda: is_free(port), _PATIENCE_S):
+        return port
+    pid, holder = owner(port)
+    how = f"stop it with `kill {pid}`" if pid else "stop it"
+    raise Obstructed(
+        f"port {port}, wanted for {what}, is taken by {holder}; {how}, or start with another port: "
+        f"{flag} N (0: any free one)"
+    )
 
 
 def choose_nats_port(port: int | None, say: Callable[[str], None]) -> int:
     """Return NATS's port: as given (0: any), else the default if free, else any. Raise Obstructed."""
-    if port is None:
-        if is_free(DEFAULT_NATS_PORT) and _claimed(DEFAULT_NATS_PORT):
-            return DEFAULT_NATS_PORT
-        chosen = free_port()
-        holder = "another stack" if is_free(DEFAULT_NATS_PORT) else str(owner(DEFAULT_NATS_PORT))
-        say(f"port {DEFAULT_NATS_PORT} is taken by {holder}; NATS goes to {chosen}")
-        return chosen
-    if port == 0:
-        return free_port()
-    if not _free_soon(port):
-        raise _taken(port, "NATS", "--nats-port")
-    return port
+    if port is not None:
+        return choose_port(port, "--nats-port", what="NATS")
+    if is_free(DEFAULT_NATS_PORT) and _claimed(DEFAULT_NATS_PORT):
+        return DEFAULT_NATS_PORT
+    chosen = free_port()
+    holder = "another stack" if is_free(DEFAULT_NATS_PORT) else owner(DEFAULT_NATS_PORT)[1]
+    say(f"port {DEFAULT_NATS_PORT} is taken by {holder}; NATS goes to {chosen}")
+    return chosen
 
 
 def choose_nats_ports(port: int | None, servers: int, say: Callable[[str], None]) -> list[int]:
@@ -156,22 +144,6 @@ def _claimed(port: int) -> bool:
         return error.errno != errno.EADDRINUSE
     _claims[port] = claim
     return True
-
-
-def _free_soon(port: int) -> bool:
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while not (free := is_free(port)) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return free
-
-
-def _taken(port: int, what: str, flag: str) -> Obstructed:
-    holder = owner(port)
-    how = f"stop it with `kill {holder.pid}`" if holder.pid else "stop it"
-    return Obstructed(
-        f"port {port}, wanted for {what}, is taken by {holder}; {how}, or start with another port: "
-        f"{flag} N (0: any free one)"
-    )
 
 
 _PREFIX = "services."
@@ -220,10 +192,8 @@ def gateway_hosts(env: Mapping[str, str]) -> tuple[str, str]:
 
 def config_type_of(service: str) -> type[ServiceConfig]:
     """Return the class of a section's settings."""
-    found: type[ServiceConfig] = getattr(
-        import_module(f"{_PREFIX}{service}.config"), f"{service.capitalize()}Config"
-    )
-    return found
+    module = import_module(f"{_PREFIX}{service}.config")
+    return cast(type[ServiceConfig], getattr(module, f"{service.capitalize()}Config"))
 
 
 def _service_of(spec: ChildSpec) -> str | None:

@@ -5,9 +5,8 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from shared.config import BusConfig
@@ -17,14 +16,8 @@ _DEADLINE_S = 2.0
 _MAX_ANSWER_BYTES = 65_536
 
 
-class Probe(Protocol):
-    """A single readiness check."""
-
-    async def obstacle(self, age_s: float) -> str | None:
-        """Return why a child of this age is not ready, in a few words, or None if it is."""
-        ...
-
-
+Probe = Callable[[float], Awaitable[str | None]]
+"""Returns why a child of this age is not ready, in a few words, or None if it is."""
 Life = Callable[[int], Awaitable[dict[str, Any]]]
 """Returns the account (`shared.watchdog`; empty if it has none) of the process with that pid, if it works.
 Raises OSError or ValueError; the caller sets a deadline."""
@@ -59,81 +52,45 @@ async def seed_answers(path: Path, _: int) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True)
-class AliveProbe:
-    """Ready after a moment, for children that serve nothing."""
-
-    moment_s: float = 0.2
-
-    async def obstacle(self, age_s: float) -> str | None:
-        return None if age_s >= self.moment_s else "only just started"
+async def lives(age_s: float, *, moment_s: float = 0.2) -> str | None:
+    """Probe of a child that serves nothing: it is ready after a moment."""
+    return None if age_s >= moment_s else "only just started"
 
 
-@dataclass(frozen=True)
-class TcpProbe:
-    """Ready when a loopback port accepts connections."""
+async def listens(at: int | Path, _: float = 0.0) -> str | None:
+    """Probe whether a loopback port or a Unix socket accepts connections."""
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            if isinstance(at, Path):
+                opened = await asyncio.open_unix_connection(str(at))
+            else:
+                opened = await asyncio.open_connection("127.0.0.1", at)
+    except (OSError, TimeoutError):
+        return "imports" if isinstance(at, Path) else f"nothing listens on port {at} yet"
+    opened[1].close()
+    return None
 
-    port: int
 
-    async def obstacle(self, age_s: float) -> str | None:
-        try:
-            async with asyncio.timeout(_DEADLINE_S):
-                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        except (OSError, TimeoutError):
-            return f"nothing listens on port {self.port} yet"
-        writer.close()
+async def reaches(greets: Life, servers: int, _: float = 0.0) -> str | None:
+    """Probe whether a nats-server reaches all `servers` of its cluster."""
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            reached = len((await greets(0)).get("connect_urls", ()))
+    except (OSError, TimeoutError, ValueError):
+        return "does not greet yet"
+    if reached >= servers:
         return None
+    others = f"reaches {max(0, reached - 1)} of the {servers - 1} other servers"
+    return f"{others}: see in its log whether their routes' ports or certificates refuse it"
 
 
-@dataclass(frozen=True)
-class ClusterProbe:
-    """Ready when a nats-server reaches all `servers` of its cluster."""
-
-    greets: Life
-    servers: int
-
-    async def obstacle(self, age_s: float) -> str | None:
-        try:
-            async with asyncio.timeout(_DEADLINE_S):
-                reached = len((await self.greets(0)).get("connect_urls", ()))
-        except (OSError, TimeoutError, ValueError):
-            return "does not greet yet"
-        if reached >= self.servers:
-            return None
-        others = f"reaches {max(0, reached - 1)} of the {self.servers - 1} other servers"
-        return f"{others}: see in its log whether their routes' ports or certificates refuse it"
-
-
-@dataclass(frozen=True)
-class UnixProbe:
-    """Ready when a Unix socket accepts connections."""
-
-    path: Path
-
-    async def obstacle(self, age_s: float) -> str | None:
-        try:
-            async with asyncio.timeout(_DEADLINE_S):
-                _, writer = await asyncio.open_unix_connection(str(self.path))
-        except (OSError, TimeoutError):
-            return "imports"
-        writer.close()
-        return None
-
-
-@dataclass(frozen=True)
-class HttpProbe:
-    """Ready when GET returns 200."""
-
-    port: int
-    path: str
-    host: str = "127.0.0.1"
-
-    async def obstacle(self, age_s: float) -> str | None:
-        try:
-            status, body = await http_get(self.port, self.path, host=self.host)
-        except (OSError, TimeoutError, ValueError):
-            return f"no answer on port {self.port} yet"
-        return None if status == 200 else _reason(body) or f"{self.path} answers {status}"
+async def serves(port: int, path: str, _: float = 0.0, *, host: str = "127.0.0.1") -> str | None:
+    """Probe whether GET returns 200."""
+    try:
+        status, body = await http_get(port, path, host=host)
+    except (OSError, TimeoutError, ValueError):
+        return f"no answer on port {port} yet"
+    return None if status == 200 else _reason(body) or f"{path} answers {status}"
 
 
 def _reason(body: str) -> str:
@@ -148,18 +105,11 @@ async def http_get(
     port: int, path: str, headers: tuple[str, ...] = (), *, host: str = "127.0.0.1"
 ) -> tuple[int, str]:
     """Return status and body of a local GET. Raise OSError, TimeoutError, or ValueError (not HTTP)."""
+    lines = (f"GET {path} HTTP/1.0", f"Host: {authority(host, port)}", "Connection: close", *headers)
     async with asyncio.timeout(_DEADLINE_S):
         reader, writer = await asyncio.open_connection(host, port)
         try:
-            lines = (
-                f"GET {path} HTTP/1.0",
-                f"Host: {authority(host, port)}",
-                "Connection: close",
-                *headers,
-                "",
-                "",
-            )
-            writer.write("\r\n".join(lines).encode())
+            writer.write("".join(f"{line}\r\n" for line in (*lines, "")).encode())
             answer = await _read_all(reader)
         finally:
             writer.close()

@@ -4,7 +4,6 @@ then asked on its own subject, where no other instance can reply. The supervisor
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shared import subjects
@@ -96,21 +95,12 @@ class RollCall:
             return self._bus
 
 
-@dataclass(frozen=True)
-class StatusProbe:
-    """Ready when all instances of the process reply, with an uptime no longer than its age."""
+async def replies(roll: RollCall, service: str, instances: Sequence[str], age_s: float) -> str | None:
+    """Probe whether all instances of the process reply, with an uptime no longer than its age."""
 
-    roll: RollCall
-    service: str
-    instances: tuple[str, ...]
-
-    async def obstacle(self, age_s: float) -> str | None:
-        asked = (self._obstacle(instance, age_s) for instance in self.instances)
-        return next(filter(None, await asyncio.gather(*asked)), None)
-
-    async def _obstacle(self, instance: str, age_s: float) -> str | None:
+    async def obstacle(instance: str) -> str | None:
         try:
-            answer = await self.roll.ask_one(self.service, instance, deadline_s=_PROBE_S)
+            answer = await roll.ask_one(service, instance, deadline_s=_PROBE_S)
         except (NoResponder, DeadlineExceeded):
             return "does not answer on the bus yet"
         except KvasirError as error:
@@ -118,3 +108,5 @@ class StatusProbe:
         if answer.uptime_s > age_s:
             return "does not answer on the bus yet"
         return answer.details.get("loading") or None
+
+    return next(filter(None, await asyncio.gather(*map(obstacle, instances))), None)

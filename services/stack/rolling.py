@@ -7,6 +7,7 @@ if named.
 """
 
 import asyncio
+import json
 import os
 import secrets
 import signal
@@ -18,10 +19,11 @@ from typing import Any
 from rich.console import Console
 
 from services.stack.display import command_line, nothing_runs, say
-from services.stack.rundir import ROOT, RunDirectory
+from services.stack.rundir import ROOT, RunDirectory, read_object
 from services.stack.supervisor import StartFailed, Supervisor
 from shared import subjects
 from shared.errors import ConfigError
+from shared.key_file import write_private
 
 SIGNAL = signal.SIGUSR1
 _SETTLE_S = 1.5
@@ -72,7 +74,7 @@ class Roller:
         while True:
             await self._ordered.wait()
             self._ordered.clear()
-            order = self._run.read_roll()
+            order = read_object(self._run.roll_file)
             self.state = {"id": order.get("id"), "phase": "rolling", "now": "", "done": [], "error": ""}
             try:
                 names = rolled_names(list(self._supervisor.children), order.get("names") or ())
@@ -108,7 +110,7 @@ def roll(run: RunDirectory, console: Console, names: Sequence[str], code: Path |
     if (state["roll"] or {}).get("phase") == "rolling":
         raise ConfigError("it rolls already: wait until that is over")
     name, began_s = secrets.token_hex(8), time.monotonic()
-    run.write_roll({"id": name, "names": list(names), "code": str(folder)})
+    write_private(run.roll_file, json.dumps({"id": name, "names": list(names), "code": str(folder)}))
     os.kill(pid, SIGNAL)
     told: dict[str, Any] = {}
     shown = 0

@@ -9,14 +9,15 @@ import json
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.stack.process import comes_true
 from shared import watchdog
 from shared.errors import ConfigError
+from shared.key_file import write_private
 from shared.subjects import OPERATOR, permissions_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,7 @@ _KEPT_LOGS = 3
 _PROBE_BYTES = 65_536
 _LEAST_FREE_BYTES = 100_000_000
 _LOW_BYTES, _LOW_SHARE = 500_000_000, 0.05
-_RESTORED_S, _POLL_S = 3.0, 0.05
+_RESTORED_S = 3.0
 """Time in which a supervisor writes a deleted file again."""
 _ELSEWHERE = "; make room there, or name another folder with --run-dir"
 
@@ -63,11 +64,6 @@ class RunDirectory:
     def nats_config(self, server: str = "nats") -> Path:
         """Return the configuration of a nats-server."""
         return self.path / f"{server}.conf"
-
-    @property
-    def is_default(self) -> bool:
-        """True if commands use it without `--run-dir`."""
-        return self.path == DEFAULT_RUN_DIR
 
     def create(self) -> None:
         """Create the folder, accessible only by its owner. Raise ConfigError if it is unusable."""
@@ -140,28 +136,18 @@ class RunDirectory:
 
     def read_state(self) -> dict[str, Any]:
         """Return the state last written by a supervisor; empty if unreadable."""
-        return _read_object(self.state_file)
+        return read_object(self.state_file)
 
     def write_state(self, state: dict[str, Any]) -> None:
         """Replace the state atomically."""
-        _write_private(self.state_file, json.dumps(state, indent=1))
-
-    def write_roll(self, order: dict[str, Any]) -> None:
-        """Write the order for `roll`."""
-        _write_private(self.roll_file, json.dumps(order))
-
-    def read_roll(self) -> dict[str, Any]:
-        """Return the order for `roll`; empty if unreadable."""
-        return _read_object(self.roll_file)
+        write_private(self.state_file, json.dumps(state, indent=1))
 
     def credentials(self, *instances: str) -> Credentials:
         """Return the secrets of the operator, of known instances and of these, creating missing ones.
         Passwords begin with a letter, because NATS parses $ and digits. Raise ConfigError if the file cannot
         be read: it is never overwritten, because clients and instances elsewhere know its secrets."""
         path = self.credentials_file
-        until_s = time.monotonic() + _RESTORED_S
-        while not path.exists() and self._answering() is not None and time.monotonic() < until_s:
-            time.sleep(_POLL_S)
+        comes_true(lambda: path.exists() or self._answering() is None, _RESTORED_S)
         found: dict[str, Any] = {}
         try:
             found = json.loads(path.read_text())
@@ -181,7 +167,7 @@ class RunDirectory:
             nats_passwords={user: known.get(user) or f"p{secrets.token_hex(24)}" for user in users},
         )
         if credentials.__dict__ != found:
-            _write_private(path, json.dumps(credentials.__dict__))
+            write_private(path, json.dumps(credentials.__dict__))
         return credentials
 
     def restore(self, copies: dict[Path, str]) -> list[str]:
@@ -199,7 +185,7 @@ class RunDirectory:
                 copies[path] = path.read_text()
             elif path in copies:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _write_private(path, copies[path])
+                write_private(path, copies[path])
                 missing.append(path.name)
         return missing
 
@@ -238,17 +224,10 @@ def _is_user(name: str) -> bool:
     return True
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if unreadable."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _write_private(path: Path, text: str) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    draft.replace(path)

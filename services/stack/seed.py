@@ -56,20 +56,10 @@ def serve(path: Path, supervisor: int) -> None:
             connection, _ = listening.accept()
             with connection, contextlib.suppress(OSError, ValueError, KeyError):
                 connection.settimeout(_REQUEST_DEADLINE_S)
-                request = _read(connection)
+                with connection.makefile("rb") as lines:
+                    request = json.loads(lines.readline(_MAX_REQUEST_BYTES))
                 pid = _fork_for(supervisor, request, (listening, connection))
                 connection.sendall(f"{pid}\n".encode())
-
-
-def _read(connection: socket.socket) -> dict[str, Any]:
-    data = b""
-    while not data.endswith(b"\n") and len(data) < _MAX_REQUEST_BYTES:
-        part = connection.recv(65_536)
-        if not part:
-            raise ValueError("the request broke off")
-        data += part
-    request: dict[str, Any] = json.loads(data)
-    return request
 
 
 def _fork_for(supervisor: int, request: dict[str, Any], sockets: tuple[socket.socket, ...]) -> int:

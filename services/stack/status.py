@@ -11,12 +11,10 @@ from itertools import groupby
 from typing import Any
 
 import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from services.stack.access import BusAccess
-from services.stack.display import command_line, nothing_runs, say
+from services.stack.display import command_line, nothing_runs, say, table
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildState
@@ -62,7 +60,7 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool, names: S
                 {"process": row.name, "state": row.state, "up": _ago(row.up_s), "": row.note}
                 for row in process_rows(state, answers)
             ]
-            console.print(_table("", list(rows[0]), [list(row.values()) for row in rows]))
+            console.print(table(list(rows[0]), [list(row.values()) for row in rows]))
         elif names:
             _show_details(console, [one for one in answers if {one.instance, one.service} & set(names)])
         else:
@@ -114,7 +112,9 @@ def _show_summary(
 def _show_details(console: Console, answers: Sequence[ServiceStatus]) -> None:
     for service, group in groupby(answers, key=lambda answer: answer.service):
         same = list(group)
-        _print_rows(console, service, [{"instance": a.instance, **_scalars(a.details)} for a in same])
+        whole = [{"instance": one.instance, **one.details} for one in same]
+        scalars = [{key: value for key, value in row.items() if not isinstance(value, list)} for row in whole]
+        _print_rows(console, service, scalars)
         for answer in same:
             for name, rows in answer.details.items():
                 if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
@@ -213,22 +213,7 @@ def _print_rows(console: Console, title: str, rows: list[dict[str, Any]]) -> Non
     width = sum(max(map(len, column)) + _COLUMN_MARGIN for column in columns)
     if width > console.width:
         headings, lines = list(columns[0]), [list(column) for column in columns[1:]]
-    console.print(_table(title, headings, lines))
-
-
-def _table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    table = Table(
-        title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
-    )
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for line in lines:
-        table.add_row(*line)
-    return table
-
-
-def _scalars(details: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in details.items() if not isinstance(value, list)}
+    console.print(table(headings, lines, title))
 
 
 def _cell(value: object) -> str:

@@ -12,12 +12,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from services.stack.probes import AliveProbe, Life, Probe
-from services.stack.process import ChildProcess, Launch, describe_exit, is_traced, start_program
+from services.stack.probes import Life, Probe, lives
+from services.stack.process import ChildProcess, Launch, describe_exit, first_ended, is_traced, start_program
 from shared.errors import InternalError, KvasirError
 from shared.watchdog import BEAT_S, STUCK_S, Spell
-
-_ALIVE = AliveProbe()
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class ChildSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     """Complete environment."""
-    ready: Probe = _ALIVE
+    ready: Probe = lives
     life: Life | None = None
     launch: Launch = start_program
     stage: int = 0
@@ -184,7 +182,7 @@ class Supervisor:
     async def until_ready(self, timeout_s: float, on_tick: Callable[[], None] = lambda: None) -> None:
         """Wait until all children are ready. Raise StartFailed if one keeps dying, or after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
-        while unready := self._unready():
+        while unready := [one for one in self.children.values() if one.state is not ChildState.READY]:
             self._raise_failures()
             if time.monotonic() > deadline_s:
                 why = ", ".join(f"{c.spec.name} ({c.obstacle or c.state})" for c in unready)
@@ -272,9 +270,6 @@ class Supervisor:
             if child.process is not None:
                 child.process.kill()
 
-    def _unready(self) -> list[Child]:
-        return [child for child in self.children.values() if child.state is not ChildState.READY]
-
     def _tasks(self) -> list[asyncio.Task[None]]:
         return [*self._keepers.values(), *([self._watcher] if self._watcher else [])]
 
@@ -301,7 +296,7 @@ class Supervisor:
 
     async def _probe(self, child: Child) -> None:
         probed = child.process
-        obstacle = await child.spec.ready.obstacle(time.monotonic() - child.started_s)
+        obstacle = await child.spec.ready(time.monotonic() - child.started_s)
         if child.process is not probed or child.state is not ChildState.STARTING:
             return
         child.obstacle = obstacle
@@ -366,13 +361,7 @@ class Supervisor:
     async def _until_wanted(self, child: Child) -> None:
         """Park until the child is needed or the supervisor stops."""
         self._set(child, ChildState.PARKED)
-        waiting = [asyncio.ensure_future(event.wait()) for event in (child.wanted, self._stopping)]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.wait(waiting)
+        await first_ended(child.wanted.wait(), self._stopping.wait())
 
     async def _run_once(self, child: Child) -> int:
         spec = child.spec
@@ -395,15 +384,9 @@ class Supervisor:
 
     async def _launched(self, spec: ChildSpec, code: Path) -> ChildProcess | None:
         """Launch the process; return None if the supervisor stops first. Raise OSError."""
-        launching = asyncio.ensure_future(spec.launch(spec.argv, spec.env, code, self.log_path(spec.name)))
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait({launching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return launching.result() if launching.done() else None
-        finally:
-            for task in (launching, stopping):
-                task.cancel()
-            await asyncio.wait({launching, stopping})
+        launching = spec.launch(spec.argv, spec.env, code, self.log_path(spec.name))
+        launched, _ = await first_ended(launching, self._stopping.wait())
+        return launched.result() if launched else None
 
     def _complain(self, child: Child, status: int, lived_s: float, delay_s: float) -> None:
         name, failures = child.spec.name, child.backoff.failures

@@ -17,9 +17,9 @@ from services.stack.access import BusAccess
 from services.stack.config import StackConfig
 from services.stack.models import named
 from services.stack.obstructions import check_override, free_port, gateway_hosts
-from services.stack.probes import ClusterProbe, HttpProbe, TcpProbe, UnixProbe, greeting, seed_answers
+from services.stack.probes import Probe, greeting, listens, reaches, seed_answers, serves
 from services.stack.process import SeedLauncher, socket_fits, start_program
-from services.stack.roll_call import RollCall, StatusProbe
+from services.stack.roll_call import RollCall, replies
 from services.stack.rundir import ROOT, RunDirectory
 from services.stack.supervisor import ChildSpec
 from shared import subjects, watchdog
@@ -149,7 +149,8 @@ def kvasir_table(
     for name, own in zip(servers, access.each(), strict=True):
         argv = (nats_server.binary(), "-c", str(run.nats_config(name)))
         greets = partial(greeting, own.config(subjects.OPERATOR))
-        ready = TcpProbe(own.ports[0]) if len(servers) == 1 else ClusterProbe(greets, len(servers))
+        is_alone = len(servers) == 1
+        ready: Probe = partial(listens, own.ports[0]) if is_alone else partial(reaches, greets, len(servers))
         table.append(ChildSpec(name, argv, dict(sources.environ), ready, greets, stage=_BUS))
     seed = run.path / "seed.sock"
     seed.unlink(missing_ok=True)
@@ -160,7 +161,7 @@ def kvasir_table(
         modules += [_ENGINE_MODULE] if "native" in engines.values() else []
         seed_argv = (sys.executable, "-m", "services.stack.seed", str(seed), *modules)
         answers = partial(seed_answers, seed)
-        table.append(ChildSpec("seed", seed_argv, shared_env, UnixProbe(seed), answers, stage=_BUS))
+        table.append(ChildSpec("seed", seed_argv, shared_env, partial(listens, seed), answers, stage=_BUS))
     together = 1 if sources.is_scaled else _workers_together(config, sources.overrides)
     for crew in _processes(instances, together):
         instance, service = crew[0], instances[crew[0]]
@@ -184,9 +185,9 @@ def kvasir_table(
                 name=instance,
                 argv=(python, "-m", module, *arguments),
                 env=env,
-                ready=HttpProbe(operator_ports[instance], page, gateway_hosts(env)[1])
+                ready=partial(serves, operator_ports[instance], page, host=gateway_hosts(env)[1])
                 if front
-                else StatusProbe(roll, service, crew),
+                else partial(replies, roll, service, crew),
                 life=partial(watchdog.ask, instance),
                 launch=SeedLauncher(seed, instance, module, arguments) if is_forked else start_program,
                 stage=_FRONT if front else _BACKEND,

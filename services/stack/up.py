@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from services.stack.access import BusAccess, certificate_for
 from services.stack.config import StackConfig
-from services.stack.display import StartDisplay, access_text, ready_text, say
+from services.stack.display import StartDisplay, access_text, say
 from services.stack.down import end_leftovers
 from services.stack.logs import reason
 from services.stack.obstructions import (
@@ -30,12 +29,13 @@ from services.stack.obstructions import (
     running_already,
 )
 from services.stack.probes import authority, http_get
+from services.stack.process import first_ended
 from services.stack.roll_call import RollCall
 from services.stack.rolling import SIGNAL as ROLL_SIGNAL
 from services.stack.rolling import Roller
 from services.stack.rundir import ROOT, RunDirectory
 from services.stack.supervisor import ChildState, StartFailed, Supervisor, tail
-from services.stack.table import Sources, TableMaker, kvasir_table, workers_by_model
+from services.stack.table import Sources, TableMaker, workers_by_model
 from services.stack.verdict import shortages, troubles
 from shared import watchdog
 from shared.errors import KvasirError
@@ -50,49 +50,46 @@ _TOLD = 16
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class UpOptions:
-    """Command-line options of `up`."""
-
-    config: StackConfig
-    run: RunDirectory
-    sources: Sources
-    make_table: TableMaker = kvasir_table
-
-
-async def up(options: UpOptions, console: Console) -> int:
+async def up(
+    config: StackConfig, run: RunDirectory, sources: Sources, make_table: TableMaker, console: Console
+) -> int:
     """Run a stack until a signal; return the exit code. Raise ConfigError, and Obstructed if it cannot
     start."""
-    run = options.run
     run.create()
     if not run.acquire():
         raise running_already(run)
     end_leftovers(run.read_state())
-    return await _Stack(options, console).run()  # holds the lock until the process ends
+    return await _Stack(
+        config, run, sources, make_table, console
+    ).run()  # holds the lock until the process ends
 
 
 class _Stack:
     """A running stack: supervisor, display, and state on disk."""
 
-    def __init__(self, options: UpOptions, console: Console) -> None:
-        self._options = options
-        self._console = console
-        self._run = options.run
-        config = options.config
+    def __init__(
+        self,
+        config: StackConfig,
+        run: RunDirectory,
+        sources: Sources,
+        make_table: TableMaker,
+        console: Console,
+    ) -> None:
+        self._config, self._run, self._sources, self._console = config, run, sources, console
         self._port = choose_port(config.port)
         # Chosen but not bound yet, so it must be excluded here.
         first = config.nats_port or 0
         asked = {self._port, *range(first, first + config.nats_cluster)}
         operator_port = choose_port(config.operator_port, "--operator-port", asked)
         config = config.model_copy(update={"operator_port": operator_port})
-        self._access = BusAccess.to_local(
+        self._access = BusAccess.to(
             choose_nats_ports(config.nats_port, config.nats_cluster, self._say),
             self._run.credentials(*config.instances),
             certificate_for(config, self._run.path / "tls"),
         )
         self._roll = RollCall(self._access.config(OPERATOR))
-        specs = options.make_table(
-            config, self._run, port=self._port, access=self._access, sources=options.sources, roll=self._roll
+        specs = make_table(
+            config, run, port=self._port, access=self._access, sources=sources, roll=self._roll
         )
         check_settings(specs, ROOT)
         env = next((spec.env for spec in specs if spec.name.startswith("gateway-")), {})
@@ -120,7 +117,10 @@ class _Stack:
         stop = _stop_event(on_again=self._supervisor.kill)
         try:
             self._supervisor.start()
-            code = await _first(stop, self._start_and_watch())
+            work, _ = await first_ended(self._start_and_watch(), stop.wait())
+            if work is not None:
+                work.result()  # raises why it ended
+            code = 0
         except StartFailed as failure:
             self._explain(failure)
             code = 1
@@ -131,15 +131,19 @@ class _Stack:
 
     async def _start_and_watch(self) -> None:
         with StartDisplay(self._console, self._supervisor.children.values()) as display:
-            await self._supervisor.until_ready(self._options.config.start_timeout_s, display.tick)
+            await self._supervisor.until_ready(self._config.start_timeout_s, display.tick)
         self._ready_s = time.monotonic() - self._began_s
         self._model = await self._served_model()
-        self._say(self._ready_text(self._ready_s))
+        where = f" at {self._url}; the key is in {self._run.credentials_file}"
+        if self._console.is_terminal:  # elsewhere the key would end up in logs
+            key = self._access.credentials.api_key
+            where = f"\n\n{access_text(self._url, key, self._model, self._run)}"
+        self._say(f"ready in {self._ready_s:.1f} s{where}")
         self._set_phase("ready")  # only now, because `up --detach` shows what was said before
         beside = [asyncio.create_task(self._keep_house())]
         beside.append(asyncio.create_task(self._roller.run(self._write_state)))
         beside.append(asyncio.create_task(self._judge()))
-        if self._options.sources.is_scaled:
+        if self._sources.is_scaled:
             beside.append(asyncio.create_task(self._follow_placement()))
         try:
             await self._supervisor.until_broken()
@@ -147,19 +151,13 @@ class _Stack:
             for task in beside:
                 task.cancel()
 
-    def _ready_text(self, ready_s: float) -> str:
-        """Return the ready message. The key is shown only on a terminal, to keep it out of logs."""
-        if self._console.is_terminal:
-            return ready_text(self._url, self._access.credentials.api_key, self._model, ready_s, self._run)
-        return f"ready in {ready_s:.1f} s at {self._url}; the key is in {self._run.credentials_file}"
-
     async def _follow_placement(self) -> None:
         """Park and restart workers as placement demands, in a scaled stack."""
         from shared.bus import Listener  # slow to import, see `roll_call`
 
         handlers = (Listener(PLACEMENT_WANTED, WorkersWanted, "on_wanted"),)
         with contextlib.suppress(KvasirError):
-            groups = workers_by_model(self._options.config)
+            groups = workers_by_model(self._config)
             await self._roll.listen(handlers, WorkerScaling(self._supervisor, groups))
 
     async def _judge(self) -> None:
@@ -188,7 +186,7 @@ class _Stack:
                 trimmed_s = time.monotonic()
                 self._write_state()
                 with contextlib.suppress(OSError):  # disk full; trimmed later
-                    self._run.trim_logs(self._options.config.logs_mb * 1_000_000)
+                    self._run.trim_logs(self._config.logs_mb * 1_000_000)
 
     def _restore(self) -> None:
         with contextlib.suppress(OSError):  # disk full; written later
@@ -216,7 +214,7 @@ class _Stack:
         self._set_phase("stopping")
         began_s = time.monotonic()
         await self._roll.close()
-        await self._supervisor.stop(self._options.config.stop_grace_s)
+        await self._supervisor.stop(self._config.stop_grace_s)
         self._set_phase("stopped")
         self._say(
             f"stopped, {len(self._supervisor.children)} processes, in {time.monotonic() - began_s:.1f} s"
@@ -318,20 +316,6 @@ def _stop_event(on_again: Callable[[], None]) -> asyncio.Event:
     return stop
 
 
-async def _first(stop: asyncio.Event, work: Any) -> int:
-    """Return 0 once `stop` is set, or raise what `work` raises."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-        return 0
-    finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.wait({working, stopping})
-
-
 _POLL_S = 0.05
 _STOP_WAIT_S = 60.0
 
@@ -376,9 +360,9 @@ def _show_running(run: RunDirectory, console: Console) -> bool:
     state = run.read_state()
     if state.get("pid") != run.holder() or state.get("phase") != "ready":
         return False
-    text = ready_text(state["url"], run.credentials().api_key, state["model"], state["ready_s"], run)
-    age_s = time.time() - state["started_unix_s"]
-    say(console, f"runs already, since {age_s:.0f} s, with the code and settings of then; was {text}")
+    text = access_text(state["url"], run.credentials().api_key, state["model"], run)
+    age_s, was = time.time() - state["started_unix_s"], f"was ready in {state['ready_s']:.1f} s\n\n{text}"
+    say(console, f"runs already, since {age_s:.0f} s, with the code and settings of then; {was}")
     return True
 
 

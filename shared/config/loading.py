@@ -24,11 +24,6 @@ from shared.config.models import ENV_PREFIX, BusConfig, ServiceConfig, TracesCon
 from shared.errors import ConfigError
 
 
-def first_path(error: ValidationError) -> str:
-    """Return the path of the first invalid setting, such as `bus.url`."""
-    return ".".join(str(part) for part in error.errors()[0]["loc"])
-
-
 def explain(
     error: ValidationError, config_type: type[BaseModel], section: str, origins: Mapping[str, str]
 ) -> str:
@@ -156,7 +151,8 @@ def load_with_origins(
     try:
         return config_type(**merged), origins
     except ValidationError as error:
-        raise ConfigError(explain(error, config_type, section, origins), param=first_path(error)) from None
+        first = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ConfigError(explain(error, config_type, section, origins), param=first) from None
 
 
 def _take_config_flag(argv: list[str], environ: Mapping[str, str]) -> tuple[str | None, list[str]]:

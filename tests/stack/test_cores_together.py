@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.gateway.core.stream import StreamPhase
 from services.scheduler.core.effects import Effect as SchedulerEffect
 from services.scheduler.core.effects import SequenceLeft
-from services.scheduler.core.rules import Rules, ShadowRules
+from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import Phase
 from services.scheduler.policy import BUILT_IN
 from services.scheduler.policy.contract import BY_ARRIVAL, PolicyFactory
@@ -165,7 +165,7 @@ def play(
         host_blocks=host_blocks,
         policy=BUILT_IN[policy],
         guesses=guesses,
-        rules=Rules(shadows=ShadowRules(from_s=0.001)),
+        rules=Rules(shadow_from_s=0.001),
     )
     for at_s, number in moves:
         world.at(at_s, partial(world.move, number))

@@ -65,7 +65,6 @@ class Ranking:
                 yield worker
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the orders disagree."""
         assert list(self._all) == sorted(key for key, _ in self._keys.values())
         for host, line in self._at.items():
             assert list(line) == sorted(key for key, at in self._keys.values() if at == host)
@@ -190,7 +189,6 @@ class DebtLedger:
         return {name: account.report.block_tokens for name, account in self.accounts.items()}
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the table is inconsistent."""
         promised = 0
         assert self.accounts.keys() == set(self.liveness)
         for worker_id, account in self.accounts.items():

@@ -390,7 +390,6 @@ class FleetCapacity:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the state is inconsistent."""
         self.prefixes.check_integrity()
         assert self.workers.keys() == set(self.liveness)
         reserved = {key: name for name, worker in self.workers.items() for key in worker.reservations}

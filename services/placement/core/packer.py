@@ -5,6 +5,7 @@ detours, returns and ended sequences need no special case, and a failed move is 
 soft: one round of heartbeats rebuilds it. Source: papers/000 §VI-C; `algorithms.md` §3.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
@@ -50,17 +51,6 @@ class PackedSequence:
     calm_until_s: float = -inf
 
 
-@dataclass(slots=True)
-class PackingCounts:
-    """Counters of moves since the start, for `status`."""
-
-    ordered: int = 0
-    moved: int = 0
-    failed: int = 0
-    strays: int = 0
-    """Sequences running where the policy has no room for them."""
-
-
 class Packer:
     """Syncs a packing policy with what workers report, and turns the difference into moves.
 
@@ -69,7 +59,8 @@ class Packer:
     """
 
     def __init__(self, make: Callable[[int], PackingPolicy], rules: PackingRules | None = None) -> None:
-        self.counts = PackingCounts()
+        self.counts = Counter[str]()
+        """Moves `ordered`, `moved`, `failed`, and `strays`: sequences that run where there is no room."""
         self.capacity_blocks = 1
         """Packed blocks of each worker; 1 before the first heartbeat."""
         self.policy = make(1)
@@ -256,7 +247,7 @@ class Packer:
         try:
             effects = self.policy.adopt(key, blocks, worker_id)
         except InvalidRequest:
-            self.counts.strays += 1
+            self.counts["strays"] += 1
             return
         self._note(effects)
         if self.policy.worker_of(key) is not None:
@@ -264,7 +255,7 @@ class Packer:
 
     def _note(self, effects: PackingEffects) -> None:
         """Forget displaced sequences. They keep running until a later epoch finds room for them."""
-        self.counts.strays += len(effects.displaced)
+        self.counts["strays"] += len(effects.displaced)
         for key in (*effects.displaced, *effects.waiting):
             self._known.pop(key, None)  # type: ignore[call-overload]
 
@@ -277,7 +268,7 @@ class Packer:
             if not is_free or home is None or known.worker_id in (None, home) or home not in fleet.workers:
                 continue
             known.moving_s = now_s
-            self.counts.ordered += 1
+            self.counts["ordered"] += 1
             yield SequenceMove(ref=known.ref, target=home, why="it is packed there")
 
     def on_postponed(self, order: SequenceMove) -> None:
@@ -285,14 +276,14 @@ class Packer:
         known = self._known.get(order.ref.key)
         if known is not None:
             known.moving_s = None
-            self.counts.ordered -= 1
+            self.counts["ordered"] -= 1
 
     def on_moved(self, moved: SequenceMoved, now_s: float) -> None:
         """Record the outcome of a move, also of one that others ordered."""
         if moved.reason:
             self.on_failed(moved.ref, now_s)
             return
-        self.counts.moved += 1
+        self.counts["moved"] += 1
         known = self._known.get(moved.ref.key)
         if known is not None:
             known.calm_until_s = now_s + self._rules.calm_s
@@ -303,7 +294,7 @@ class Packer:
         """Record that a move failed, or that the scheduler refused it."""
         known = self._known.get(ref.key)
         if known is not None and known.moving_s is not None:
-            self.counts.failed += 1
+            self.counts["failed"] += 1
             known.moving_s, known.calm_until_s = None, now_s + self._rules.calm_s
             self._take_back(ref.key, known)
 

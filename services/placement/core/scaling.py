@@ -72,6 +72,5 @@ class Scaling:
         return max(self._least, min(count, most))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the state is inconsistent."""
         assert not self.parked & self._idle_since_s.keys()
         assert self.wanted >= 0

@@ -4,7 +4,7 @@ A packing policy receives every arrival, growth and end, and returns placements 
 blocks of the same size on all workers. The policy does not choose between KV and token moves.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -171,6 +171,13 @@ class PackingPolicy(Protocol):
     def check_integrity(self) -> None:
         """Raise AssertionError if the policy's state is inconsistent."""
         ...
+
+
+def check_new(request: RequestKey, blocks: int, capacity_blocks: int, placed: Container[RequestKey]) -> None:
+    """Raise InvalidRequest as `check_blocks`, and ValueError if the request is one of `placed`."""
+    check_blocks(request, blocks, capacity_blocks)
+    if request in placed:
+        raise ValueError(f"request {request} is placed already")
 
 
 def check_blocks(request: RequestKey, blocks: int, capacity_blocks: int) -> None:

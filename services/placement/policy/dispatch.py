@@ -17,6 +17,7 @@ from services.placement.policy.contract import (
     PackingEffects,
     RequestKey,
     check_blocks,
+    check_new,
 )
 from services.placement.policy.size_index import SizeIndex
 
@@ -72,9 +73,7 @@ class DispatchPolicy:
 
     def adopt(self, request: RequestKey, blocks: int, worker_id: str) -> PackingEffects:
         """Register a running request if it fits. Raises as `allocate`, and KeyError (unknown worker)."""
-        check_blocks(request, blocks, self.capacity_blocks)
-        if request in self.homes:
-            raise ValueError(f"request {request} is placed already")
+        check_new(request, blocks, self.capacity_blocks, self.homes)
         if worker_id not in self.bins and worker_id not in self.idle:
             raise KeyError(worker_id)
         home = self.bins.get(worker_id)
@@ -110,7 +109,6 @@ class DispatchPolicy:
         return self._close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the policy's state is inconsistent."""
         assert not set(self.bins) & set(self.idle), "idle and active"
         for one in self.bins.values():
             assert one.requests, "an active worker without requests"
@@ -122,9 +120,7 @@ class DispatchPolicy:
         }, "the index is stale"
 
     def _allocate(self, request: RequestKey, blocks: int) -> None:
-        check_blocks(request, blocks, self.capacity_blocks)
-        if request in self.homes:
-            raise ValueError(f"request {request} is placed already")
+        check_new(request, blocks, self.capacity_blocks, self.homes)
         home = self._room(blocks)
         if home is None:
             self._effects.waiting.append(request)

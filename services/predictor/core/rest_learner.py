@@ -33,7 +33,7 @@ UPPER = np.array(
 )
 """Upper edges of the classes of remaining tokens: two per octave, up to 131,072."""
 LOWER = np.concatenate([[0.0], UPPER[:-1]])
-_HIDDEN = 64
+_HIDDEN, _RATE = 64, 2e-3
 
 
 def class_of(rests: Counts) -> Counts:
@@ -42,17 +42,19 @@ def class_of(rests: Counts) -> Counts:
     return found
 
 
-class Network:
-    """One hidden layer, trained with Adam; features are standardized by running mean and spread."""
+class Head(ABC):
+    """Maps features `[rows, width]` to remaining lengths in tokens. The network has one hidden layer and is
+    trained with Adam. Features are standardized by running mean and spread."""
 
-    def __init__(self, width: int, outputs: int, seed: int = 0, rate: float = 2e-3) -> None:
+    _outputs = 1
+
+    def __init__(self, width: int, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
-        self._rate = rate
         self._parts: dict[str, Float32s] = {
             "in": (random.standard_normal((width, _HIDDEN)) / np.sqrt(width)).astype(np.float32),
             "in_bias": np.zeros(_HIDDEN, np.float32),
-            "out": np.zeros((_HIDDEN, outputs), np.float32),
-            "out_bias": np.zeros(outputs, np.float32),
+            "out": np.zeros((_HIDDEN, self._outputs), np.float32),
+            "out_bias": np.zeros(self._outputs, np.float32),
             "mean": np.zeros(width, np.float32),
             "square": np.ones(width, np.float32),
         }
@@ -91,9 +93,18 @@ class Network:
         for name, found in gradients.items():
             self._first[name] += 0.1 * (found - self._first[name])
             self._second[name] += 0.001 * (found**2 - self._second[name])
-            parts[name] -= self._rate * scale * self._first[name] / (np.sqrt(self._second[name]) + 1e-8)
+            parts[name] -= _RATE * scale * self._first[name] / (np.sqrt(self._second[name]) + 1e-8)
 
-    def weights(self) -> dict[str, npt.NDArray[np.generic]]:
+    @abstractmethod
+    def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
+        """Train one step on a batch of rows."""
+
+    @abstractmethod
+    def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
+        """Return `[rows, 5]`: expected remaining length, then its `QUANTILES`; each at least 1."""
+
+    def weights(self) -> Weights:
+        """Return the trained weights by name."""
         return {**self._parts, "steps": np.array(self._steps)}
 
     def restore(self, weights: Weights) -> None:
@@ -108,31 +119,6 @@ class Network:
         self._parts, self._steps = found, max(0, steps)
 
 
-class Head(ABC):
-    """Maps features `[rows, width]` to remaining lengths in tokens."""
-
-    _outputs = 1
-
-    def __init__(self, width: int, seed: int = 0) -> None:
-        self._network = Network(width, self._outputs, seed)
-
-    @abstractmethod
-    def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
-        """Train one step on a batch of rows."""
-
-    @abstractmethod
-    def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
-        """Return `[rows, 5]`: expected remaining length, then its `QUANTILES`; each at least 1."""
-
-    def weights(self) -> Weights:
-        """Return the trained weights by name."""
-        return self._network.weights()
-
-    def restore(self, weights: Weights) -> None:
-        """Load the result of `weights`. Raises ValueError or KeyError for another shape."""
-        self._network.restore(weights)
-
-
 class DistributionHead(Head):
     """Head that predicts a probability for each class of remaining lengths."""
 
@@ -140,8 +126,8 @@ class DistributionHead(Head):
 
     def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
         """Train towards the true class, or for a censored row towards all classes at or above its own."""
-        self._network.see(features)
-        inputs, hidden, outputs = self._network.forward(features)
+        self.see(features)
+        inputs, hidden, outputs = self.forward(features)
         chances = _softmax(outputs)
         classes = class_of(rests)[:, None]
         possible = np.where(
@@ -149,10 +135,10 @@ class DistributionHead(Head):
         )
         wanted = chances * possible
         wanted /= np.maximum(wanted.sum(1, keepdims=True), 1e-12)
-        self._network.step(inputs, hidden, ((chances - wanted) / len(features)).astype(np.float32))
+        self.step(inputs, hidden, ((chances - wanted) / len(features)).astype(np.float32))
 
     def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
-        chances = _softmax(self._network.forward(features)[2])
+        chances = _softmax(self.forward(features)[2])
         below = np.cumsum(chances, axis=1)
         columns = [np.maximum(1.0, chances @ ((LOWER + 1 + UPPER) / 2))]
         rows = np.arange(len(chances))
@@ -180,21 +166,21 @@ class RankHead(Head):
 
     def learn(self, features: Float32s, rests: Counts, censored: Flags) -> None:
         """Train on the likelihood of the true order of each list; censored rows count as complete."""
-        self._network.see(features)
-        inputs, hidden, outputs = self._network.forward(features)
+        self.see(features)
+        inputs, hidden, outputs = self.forward(features)
         gradient = np.zeros_like(outputs)
         for start in range(0, len(features), _LIST):
             rows = np.arange(start, min(start + _LIST, len(features)))
             order = rows[np.argsort(-rests[rows], kind="stable")]
             gradient[order, 0] = _order_gradient(outputs[order, 0]) / len(features)
-        self._network.step(inputs, hidden, gradient)
+        self.step(inputs, hidden, gradient)
         latest = np.stack([outputs[:, 0].astype(np.float64), rests.astype(np.float64)], axis=1)
         self._memory = np.concatenate([self._memory, latest])[-_MEMORY:]
 
     def predict(self, features: Float32s) -> npt.NDArray[np.float64]:
         if not len(self._memory):
             return np.ones((len(features), 1 + len(QUANTILES)))
-        scores = self._network.forward(features)[2][:, 0]
+        scores = self.forward(features)[2][:, 0]
         by_score = self._memory[np.argsort(self._memory[:, 0], kind="stable")]
         count = min(_NEAREST, len(by_score))
         starts = np.searchsorted(by_score[:, 0], scores) - count // 2

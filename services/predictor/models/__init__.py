@@ -33,9 +33,7 @@ class ConstantModel:
 
     def predict(self, prompt: bytes, *, max_tokens: int, generated_tokens: int = 0) -> PredictedLength:
         length = min(max(self.length_tokens, generated_tokens + 1), max_tokens)
-        return PredictedLength(
-            rl_tokens=length, p50_tokens=length, p80_tokens=length, p90_tokens=length, p95_tokens=length
-        )
+        return PredictedLength(length, length, length, length, length)
 
     def observe(self, sample: LengthSample) -> None:
         """Does nothing: the model does not learn."""

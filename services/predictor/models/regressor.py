@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from services.predictor.core.distribution import LEVELS, Floats, HistogramModel, predict_from
 from services.predictor.core.features import BUCKETS, DENSE, HEAD_GRAMS, LONGEST_GRAM, Features, features_of
 from services.predictor.core.length_model import LengthQuery, LengthSample, ModelSettings, PredictedLength
+from services.predictor.core.report import predict_all
 from services.predictor.samples import write_whole
 from shared.errors import ConfigError
 
@@ -168,12 +169,7 @@ class RegressorModel:
         """Return one prediction per query, in one call of the network."""
         trained = self.trained
         if trained is None:
-            return [
-                self._histogram.predict(
-                    query.prompt, max_tokens=query.max_tokens, generated_tokens=query.generated_tokens
-                )
-                for query in queries
-            ]
+            return predict_all(self._histogram, queries)
         if not queries:
             return []
         lengths = lengths_of(trained.network, features_of([query.prompt for query in queries]))

@@ -261,7 +261,6 @@ class Backlog:
         return refs
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when queue and table disagree."""
         self.queue.check_integrity()
         assert self._tokens.keys() == self._waiting.keys()
         assert self.waiting_tokens == sum(self._tokens.values())

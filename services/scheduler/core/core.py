@@ -64,7 +64,7 @@ class SchedulerCore:
         self._intake = Intake(self._roster)
         self._moves = Moves(self._roster, rules.moves)
         self._pressure = PressureWatch(self._roster, self._moves, rules.relief)
-        self._shadowing = Shadowing(self._roster, self._moves, rules.shadows)
+        self._shadowing = Shadowing(self._roster, self._moves, rules.shadow_from_s)
         self._oversized = OversizedWatch(self._roster, self._moves, rules.oversized)
         self._standstill = Standstill(self._roster, now_s)
         self._round_ends_s = (now_s if began_s is None else began_s) + rules.round_s

@@ -12,7 +12,7 @@ from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import ReliefRules
 from services.scheduler.core.sequence import Phase, Sequence
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline, speeds_of
-from services.scheduler.policy.relief import BY_KV, Borrow, MemoryPressure, Migrate, Victim, next_relief
+from services.scheduler.policy.relief import BY_KV, MemoryPressure, Rung, Victim, next_relief
 from shared.errors import InvalidRequest
 from shared.messages.moves import MoveMode, SequenceMove
 from shared.messages.reports import SequenceReport, SequenceState
@@ -50,7 +50,7 @@ class PressureWatch:
             for worker_id, until_s in self._thrifty_until_s.items()
             if now_s < until_s and worker_id in self._roster.pipelines
         }
-        nobody = self._rules.enabled and Borrow.name in self._rules.switched_off
+        nobody = self._rules.enabled and Rung.BORROW in self._rules.switched_off
         thrifty = self._roster.pipelines.keys() if nobody else self._thrifty_until_s.keys()
         done = [worker_id for worker_id in sorted(self._gathering) if worker_id in self._roster.pipelines]
         told = {worker_id: WantKvAtWorker(worker_id, 0) for worker_id in (*done, *thrifty)}
@@ -77,12 +77,12 @@ class PressureWatch:
         )
         rung = "wait" if relief.chosen is None else relief.chosen.rung
         self.decisions[rung] = self.decisions.get(rung, 0) + 1
-        has_offer = any(offer.rung == Borrow.name for offer in relief.offers)
-        if has_offer and relief.chosen is not None and relief.chosen.rung != Borrow.name:
+        has_offer = any(offer.rung == Rung.BORROW for offer in relief.offers)
+        if has_offer and relief.chosen is not None and relief.chosen.rung != Rung.BORROW:
             self._thrifty_until_s[pipeline.worker_id] = now_s + self._rules.hold_s
         effects: list[Effect] = [NoteRelief(pipeline.worker_id, relief)]
         chosen = relief.chosen
-        if chosen and chosen.rung == Migrate.name and target is not None and victim is not None:
+        if chosen and chosen.rung == Rung.MIGRATE and target is not None and victim is not None:
             mode = MoveMode.KV if chosen.reason == BY_KV else MoveMode.TOKENS
             why = "its worker runs out of memory"
             order = SequenceMove(ref=victim[0].ref, target=target.worker_id, mode=mode, why=why)

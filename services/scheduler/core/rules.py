@@ -34,19 +34,6 @@ class ReliefRules:
 
 
 @dataclass(frozen=True, slots=True)
-class ShadowRules:
-    """Which running sequences are copied to other workers, and how often."""
-
-    from_s: float = 0.0  # recompute time that starts copies; 0: none. The service's default: config.py
-    interval_s: float = 0.3  # between two checks of one worker, and two orders for one sequence
-    renew_s: float = 5.0  # after which a keeper with a complete copy is contacted again
-    valid_for_s: float = 2.0  # time limit of an order; the next order fetches the rest
-    answer_s: float = 15.0  # after which an unanswered order is closed
-    aside_s: float = 5.0  # without orders after a failed or fruitless one
-    rest: float = 3.0  # pause of a source after an order, as a multiple of the order's duration
-
-
-@dataclass(frozen=True, slots=True)
 class OversizedRules:
     """Patience with sequences that no longer fit their worker."""
 
@@ -82,5 +69,5 @@ class Rules:
     plan_grace_s: float = 1.0  # after which a plan missing from the worker's heartbeats counts as lost
     moves: MoveRules = field(default_factory=MoveRules)
     relief: ReliefRules = field(default_factory=ReliefRules)
-    shadows: ShadowRules = field(default_factory=ShadowRules)
+    shadow_from_s: float = 0.0  # recompute time that starts shadow copies; 0: none. The service's: config.py
     oversized: OversizedRules = field(default_factory=OversizedRules)

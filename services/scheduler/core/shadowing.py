@@ -11,13 +11,22 @@ from dataclasses import dataclass
 from services.scheduler.core.effects import AskPull, AskTokens, Effect
 from services.scheduler.core.moves import Moves
 from services.scheduler.core.roster import Roster
-from services.scheduler.core.rules import ShadowRules
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.worker_pipeline import WorkerPipeline
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import TOKEN_BYTES, SequenceKey, SequenceRef, SequenceSpec, pack_tokens
 
+INTERVAL_S = 0.3
+"""Time between two checks of one worker, and two orders for one sequence."""
+_RENEW_S = 5.0
+"""Time after which a keeper with a complete copy is contacted again."""
+_VALID_FOR_S, ANSWER_S = 2.0, 15.0
+"""Time limit of an order, of which the next one fetches the rest, and time after which it is closed."""
+_ASIDE_S = 5.0
+"""Time without orders after a failed or fruitless one."""
+_REST = 3.0
+"""Pause of a source after an order, as a multiple of the order's duration."""
 _RUNNING = frozenset({SequenceState.PREFILLING, SequenceState.DECODING})
 _MOST_LOOKS = 8
 """Workers checked in one tick."""
@@ -98,10 +107,11 @@ class Order:
 class Shadowing:
     """The shadow copies of one core's workers."""
 
-    def __init__(self, roster: Roster, moves: Moves, rules: ShadowRules) -> None:
+    def __init__(self, roster: Roster, moves: Moves, from_s: float) -> None:
+        """`from_s`: recompute time that starts copies; 0: none."""
         self._roster = roster
         self._moves = moves
-        self._rules = rules
+        self._from_s = from_s
         self._shadows: dict[SequenceKey, _Shadow] = {}
         self._orders: dict[SequenceRef, Order] = {}
         self._sources: set[str] = set()
@@ -121,11 +131,11 @@ class Shadowing:
 
     def on_tick(self, now_s: float) -> list[Effect]:
         """Begin the orders that are worthwhile now."""
-        if not self._rules.from_s or len(self._roster.pipelines) < 2:
+        if not self._from_s or len(self._roster.pipelines) < 2:
             return []
         effects: list[Effect] = []
         for order in list(self._orders.values()):
-            if now_s - order.began_s > self._rules.answer_s:
+            if now_s - order.began_s > ANSWER_S:
                 self.failed += 1
                 self._close(order, now_s)
         for _ in range(min(_MOST_LOOKS, len(self._roster.pipelines))):
@@ -134,7 +144,7 @@ class Shadowing:
             at, self._next = self._next, self._next + 1
             pipeline = self._roster.in_step(self._ring[at])
             if pipeline is not None and now_s >= self._look_s.get(pipeline.worker_id, now_s):
-                self._look_s[pipeline.worker_id] = now_s + self._rules.interval_s
+                self._look_s[pipeline.worker_id] = now_s + INTERVAL_S
                 effects += self._look(pipeline, at, now_s)
         return effects
 
@@ -158,7 +168,7 @@ class Shadowing:
         shadow = self._shadows.get(ref.key)
         if pulled is None:
             self.failed += 1
-            self._aside_s[order.source_incarnation, order.keeper] = now_s + self._rules.aside_s
+            self._aside_s[order.source_incarnation, order.keeper] = now_s + _ASIDE_S
             self._shadows.pop(ref.key, None)
         elif shadow is not None and shadow.keeper == order.keeper:
             self.done += 1
@@ -166,7 +176,7 @@ class Shadowing:
             has_more = pulled.fetched_blocks > 0 or pulled.held_tokens > shadow.held_tokens
             shadow.is_stuck = order.blocks > 0 and not has_more and not pulled.is_cut_short
             shadow.held_tokens, shadow.renewed_s = pulled.held_tokens, now_s
-            shadow.next_s = now_s + (self._rules.aside_s if shadow.is_stuck else self._rules.interval_s)
+            shadow.next_s = now_s + (_ASIDE_S if shadow.is_stuck else INTERVAL_S)
         return []
 
     def expire(self, now_s: float) -> None:
@@ -200,7 +210,7 @@ class Shadowing:
         source = pipeline.report
         if source.worker_id in self._sources:
             return []
-        least_tokens = self._rules.from_s * source.prefill_tokens_per_s
+        least_tokens = self._from_s * source.prefill_tokens_per_s
         if not least_tokens or not source.kv_block_bytes:
             return []
         found = [
@@ -230,7 +240,7 @@ class Shadowing:
         if shadow is None:
             return whole_tokens
         missing = max(0, whole_tokens - shadow.held_tokens)
-        is_due = missing > 0 or now_s - shadow.renewed_s > self._rules.renew_s
+        is_due = missing > 0 or now_s - shadow.renewed_s > _RENEW_S
         return missing if is_due and now_s >= shadow.next_s else None
 
     def _shadow_of(self, sequence: Sequence, source: WorkerReported) -> _Shadow | None:
@@ -313,7 +323,7 @@ class Shadowing:
             source_incarnation=order.source_incarnation,
             tokens=tokens,
             cache_salt=spec.cache_salt,
-            valid_for_s=self._rules.valid_for_s,
+            valid_for_s=_VALID_FOR_S,
             is_shadow=True,
         )
         return AskPull(order.keeper, order.ref, pull)
@@ -323,5 +333,5 @@ class Shadowing:
         del self._orders[order.ref]
         self._sources.discard(order.source)
         self._keepers.discard(order.keeper)
-        rest_s = self._rules.rest * (now_s - order.began_s)
-        self._look_s[order.source] = now_s + min(rest_s, self._rules.interval_s)
+        rest_s = _REST * (now_s - order.began_s)
+        self._look_s[order.source] = now_s + min(rest_s, INTERVAL_S)

@@ -19,10 +19,9 @@ from services.scheduler.policy.contract import GuardedPolicy, PlannedBatch, Plan
 from services.scheduler.policy.relief import (
     LADDER,
     MemoryPressure,
-    Recompute,
     Relief,
     ReliefSpeeds,
-    SwapOut,
+    Rung,
     Victim,
     next_relief,
 )
@@ -32,7 +31,7 @@ from shared.messages.plans import BatchPlan, Decode, Preemption, PreemptMode, Pr
 from shared.messages.reports import SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 
-_OTHERS = frozenset(LADDER) - {SwapOut.name, Recompute.name}
+_OTHERS = frozenset(LADDER) - {Rung.SWAP, Rung.RECOMPUTE}
 
 
 def speeds_of(report: WorkerReported, target: WorkerReported | None = None) -> ReliefSpeeds:
@@ -73,7 +72,7 @@ class Preempting:
                 victim=Victim(blocks=item.held_blocks, tokens=item.computed_tokens, remaining_tokens=0),
             )
             relief = next_relief(pressure, rules.switched_off | _OTHERS)
-            if relief.chosen is not None and relief.chosen.rung == SwapOut.name:
+            if relief.chosen is not None and relief.chosen.rung == Rung.SWAP:
                 mode = PreemptMode.SWAP
                 self.swapped_blocks += item.held_blocks
         self.counts[mode] += 1
@@ -391,22 +390,25 @@ class WorkerPipeline:
         if progress.ran is not None:
             self._note(progress.ran)
         for hit in event.hits:
-            sequence = self.sequences.get(hit.ref.key)
-            if sequence is not None and sequence.ref == hit.ref and sequence.worker_id == self.worker_id:
+            if (sequence := self._here(hit.ref)) is not None:
                 sequence.cached_tokens = max(sequence.cached_tokens, hit.cached_tokens)
                 self.policy.on_prefix_hit(hit.ref.key, hit.cached_tokens, now_s)
         for short in event.shorts:
-            sequence = self.sequences.get(short.ref.key)
-            if sequence is not None and sequence.ref == short.ref and sequence.worker_id == self.worker_id:
+            if self._here(short.ref) is not None:
                 self.policy.on_short(short.ref.key, short.missing_tokens, now_s)
         for gain in event.gains:
-            sequence = self.sequences.get(gain.ref.key)
-            if sequence is not None and sequence.ref == gain.ref and sequence.worker_id == self.worker_id:
+            if self._here(gain.ref) is not None:
                 self.policy.on_gained(gain.ref.key, gain.tokens, now_s)
         for sent in progress.over:
             if sent.steps_done < sent.batch.steps or sent.passed:
                 self._take_back(sent, self.policy, now_s)
         return None
+
+    def _here(self, ref: SequenceRef) -> Sequence | None:
+        """Return the sequence if exactly this attempt is at the worker."""
+        sequence = self.sequences.get(ref.key)
+        is_here = sequence is not None and sequence.ref == ref and sequence.worker_id == self.worker_id
+        return sequence if is_here else None
 
     def _take_back(self, sent: SentPlan, policy: GuardedPolicy, now_s: float) -> None:
         """Take back the tokens that a plan did not decode, except those of replaced attempts."""

@@ -113,8 +113,12 @@ class FirstComePolicy(ABC):
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
         """Update the job's rank; predictions have no other effect."""
+        if self._rule is not None:
+            self._note_prediction(key, prediction)
+
+    def _note_prediction(self, key: SequenceKey, prediction: LengthPrediction) -> None:
         job = self._table.jobs.get(key)
-        if job is None or self._rule is None:
+        if job is None:
             return
         waits = job.stage is JobStage.WAITING
         if waits:

@@ -110,7 +110,6 @@ class ForeseenWait:
         return before_s / (self.rate.per_worker * self._workers) if self._workers else 0.0
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when sums and entries disagree."""
         counts = Counter((name, priority) for name, priority, _ in self._entries.values())
         found = {
             (name, priority): count
@@ -153,21 +152,13 @@ class _Account(TenantAccount):
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A waiting request and its rank."""
+    """A request that waits with its rank, or has started."""
 
     account: _Account
     task: Task
     work_s: float
+    """Expected work; of a started request what its tenant is charged."""
     rank: Rank
-
-
-@dataclass(slots=True, eq=False)
-class _Charged:
-    """The charge of a tenant for one started request."""
-
-    account: _Account
-    task: Task
-    service_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +188,8 @@ class FleetQueue:
         self.turns: TenantTurns | None = None
         """None while only one tenant is known."""
         self.foreseen = ForeseenWait()
-        self._charged: dict[SequenceKey, _Charged] = {}
+        self._charged: dict[SequenceKey, _Waiting] = {}
+        """Started requests."""
         self._fed: dict[SequenceKey, _Turn] = {}
         """Requests that went to a worker and have not started there."""
         self._by_turn: Line[_Turn] = Line(lambda turn: turn)
@@ -294,7 +286,7 @@ class FleetQueue:
         else:
             self._by_turn.add(turn)
             self.turns.charge(account, waiting.work_s, starts=True)
-        self._charged[key] = _Charged(account, task, waiting.work_s)
+        self._charged[key] = waiting
         return rank
 
     def explain(self, key: SequenceKey) -> TurnTaken | None:
@@ -314,7 +306,7 @@ class FleetQueue:
         if charged is None:
             self.begin(key)
             return
-        self.foreseen.rate.end(charged.service_s)
+        self.foreseen.rate.end(charged.work_s)
         if answer_tokens is not None:
             task = charged.task
             computed_tokens = task.prompt_tokens + task.generated_tokens
@@ -361,7 +353,6 @@ class FleetQueue:
         return self._speeds.occupied_s(computed_tokens, rest, self._memory_tokens)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the accounts and the tables disagree."""
         accounts = list(self._accounts.values())
         self.foreseen.check_integrity()
         assert len(self.foreseen) == len(self._waiting) + len(self._fed)
@@ -410,8 +401,8 @@ class FleetQueue:
         first = next(self._by_turn.irange_key((level, -inf, ("", -1))), None)
         return inf if first is None or first[0] != level else first[1]
 
-    def _recharge(self, charged: _Charged, service_s: float) -> None:
-        more_s, charged.service_s = service_s - charged.service_s, service_s
+    def _recharge(self, charged: _Waiting, service_s: float) -> None:
+        more_s, charged.work_s = service_s - charged.work_s, service_s
         if self.turns is None:
             charged.account.counter_s += more_s / charged.account.tenant.weight
         else:

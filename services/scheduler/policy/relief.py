@@ -5,14 +5,15 @@ them count, 1.5 ms a block. Recompute offers 10 for 40 ms: 10 ms a block. → Ex
 for the other 3.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import StrEnum
 from math import inf
-from typing import ClassVar
 
 TIE_SHARE = 0.05
 """Relative difference up to which costs per block tie."""
 _TIE_S = 1e-9
+_Offer = tuple[int, float, str] | None
+"""Blocks, seconds of waiting summed over the affected requests, and the reason."""
 BY_KV, BY_TOKENS = "by KV", "by tokens"
 """Reasons of an offer to migrate: what is sent."""
 
@@ -76,7 +77,7 @@ class MemoryPressure:
 class RungOffer:
     """Blocks that one rung could free now, and the cost."""
 
-    rung: str  # its `Rung.name`
+    rung: str
     blocks: int
     cost_s: float  # seconds of waiting, summed over the affected requests
     reason: str
@@ -99,97 +100,64 @@ class Relief:
         return f"{self.chosen.rung if self.chosen else 'wait'} of {listed or 'nothing'}"
 
 
-class Rung(ABC):
-    """One way to free memory for running requests. A new one is a subclass, listed in `RUNGS`.
-
-    All costs are on one scale: seconds of waiting, summed over the affected requests."""
-
-    name: ClassVar[str]
-    """Its name in settings and logs."""
-
-    @abstractmethod
-    def offer(self, p: MemoryPressure) -> RungOffer | None:
-        """Return what it could free now, at an infinite cost where not measured; None if it cannot help."""
+def _expand(p: MemoryPressure) -> _Offer:
+    reason = f"{p.speeds.stall_s * 1e3:.3g} ms a step"
+    return p.growable_blocks, p.speeds.stall_s * p.delayed_steps, reason
 
 
-class Expand(Rung):
-    """Move one more layer to the host (Pie)."""
-
-    name = "expand"
-
-    def offer(self, p: MemoryPressure) -> RungOffer | None:
-        reason = f"{p.speeds.stall_s * 1e3:.3g} ms a step"
-        return RungOffer(self.name, p.growable_blocks, p.speeds.stall_s * p.delayed_steps, reason)
+def _borrow(p: MemoryPressure) -> _Offer:
+    if not p.is_linked or p.speeds.remote_attention_s <= 0:
+        return None
+    blocks = min(p.lendable_blocks, p.needed_blocks)
+    step_s = blocks * p.speeds.remote_attention_s
+    return blocks, step_s * p.delayed_steps, f"{step_s * 1e3:.3g} ms a step"
 
 
-class Borrow(Rung):
-    """Borrow a neighbour's rBlocks."""
-
-    name = "borrow"
-
-    def offer(self, p: MemoryPressure) -> RungOffer | None:
-        if not p.is_linked or p.speeds.remote_attention_s <= 0:
-            return None
-        blocks = min(p.lendable_blocks, p.needed_blocks)
-        step_s = blocks * p.speeds.remote_attention_s
-        return RungOffer(self.name, blocks, step_s * p.delayed_steps, f"{step_s * 1e3:.3g} ms a step")
+def _migrate(p: MemoryPressure) -> _Offer:
+    victim = p.victim
+    if victim is None or victim.blocks - (-victim.remaining_tokens // p.block_tokens) > p.room_blocks:
+        return None
+    # The victim waits one step for the switch; other requests wait while the target recomputes.
+    by_link_s = _per(victim.blocks, p.speeds.link_blocks_per_s) if p.is_linked else inf
+    cost_s = min(p.again_s, by_link_s) + p.speeds.decode_step_s
+    return victim.blocks, cost_s, BY_KV if by_link_s < p.again_s else BY_TOKENS
 
 
-class Migrate(Rung):
-    """Migrate a request to another worker (MELL)."""
-
-    name = "migrate"
-
-    def offer(self, p: MemoryPressure) -> RungOffer | None:
-        victim = p.victim
-        if victim is None or victim.blocks - (-victim.remaining_tokens // p.block_tokens) > p.room_blocks:
-            return None
-        # The victim waits one step for the switch; other requests wait while the target recomputes.
-        by_link_s = _per(victim.blocks, p.speeds.link_blocks_per_s) if p.is_linked else inf
-        cost_s = min(p.again_s, by_link_s) + p.speeds.decode_step_s
-        return RungOffer(self.name, victim.blocks, cost_s, BY_KV if by_link_s < p.again_s else BY_TOKENS)
+def _pause(p: MemoryPressure) -> _Offer:
+    within, step_s = p.frees_within_steps, p.speeds.decode_step_s
+    if within is None or step_s <= 0:
+        return None
+    # Blocks come when another request ends, and requests that need one wait until then.
+    cost_s = within * step_s * max(1, min(p.running, p.needed_blocks))
+    return p.frees_blocks, cost_s, f"one ends within {within} steps"
 
 
-class Pause(Rung):
-    """Stop a request that keeps its blocks, until other requests end (offload-free preemption)."""
-
-    name = "pause"
-
-    def offer(self, p: MemoryPressure) -> RungOffer | None:
-        within, step_s = p.frees_within_steps, p.speeds.decode_step_s
-        if within is None or step_s <= 0:
-            return None
-        # Blocks come when another request ends, and requests that need one wait until then.
-        cost_s = within * step_s * max(1, min(p.running, p.needed_blocks))
-        return RungOffer(self.name, p.frees_blocks, cost_s, f"one ends within {within} steps")
+def _swap(p: MemoryPressure) -> _Offer:
+    if p.victim is None or p.victim.blocks > p.host_tier_blocks:
+        return None
+    copies_s = 2 * _per(p.victim.blocks, p.speeds.host_blocks_per_s)
+    return p.victim.blocks, copies_s + p.absence_s, "out and in again"
 
 
-class SwapOut(Rung):
-    """Move a request's KV to the host."""
-
-    name = "swap"
-
-    def offer(self, p: MemoryPressure) -> RungOffer | None:
-        if p.victim is None or p.victim.blocks > p.host_tier_blocks:
-            return None
-        copies_s = 2 * _per(p.victim.blocks, p.speeds.host_blocks_per_s)
-        return RungOffer(self.name, p.victim.blocks, copies_s + p.absence_s, "out and in again")
+def _recompute(p: MemoryPressure) -> _Offer:
+    return None if p.victim is None else (p.victim.blocks, p.again_s + p.absence_s, "computed again")
 
 
-class Recompute(Rung):
-    """Drop a request's KV and compute it again later."""
+class Rung(StrEnum):
+    """Ways to free memory for running requests, after eviction and the policy's reserve. Their order breaks
+    ties. A new one gets a function in `RUNGS`."""
 
-    name = "recompute"
+    EXPAND = "expand"  # move one more layer to the host (Pie)
+    BORROW = "borrow"  # borrow a neighbour's rBlocks
+    MIGRATE = "migrate"  # migrate a request to another worker (MELL)
+    PAUSE = "pause"  # stop a request that keeps its blocks, until others end (offload-free preemption)
+    SWAP = "swap"  # move a request's KV to the host
+    RECOMPUTE = "recompute"  # drop a request's KV and compute it again later
 
-    def offer(self, p: MemoryPressure) -> RungOffer | None:
-        if p.victim is None:
-            return None
-        return RungOffer(self.name, p.victim.blocks, p.again_s + p.absence_s, "computed again")
 
-
-RUNGS: tuple[Rung, ...] = (Expand(), Borrow(), Migrate(), Pause(), SwapOut(), Recompute())
-"""In the order that breaks ties, after eviction and the policy's reserve."""
-LADDER = tuple(rung.name for rung in RUNGS)
+LADDER = tuple(Rung)
+RUNGS = dict(zip(Rung, (_expand, _borrow, _migrate, _pause, _swap, _recompute), strict=True))
+"""What each could free now; None if it cannot help. The cost is infinite where not measured."""
 
 
 def next_relief(pressure: MemoryPressure, switched_off: frozenset[str] = frozenset()) -> Relief:
@@ -197,8 +165,9 @@ def next_relief(pressure: MemoryPressure, switched_off: frozenset[str] = frozens
     `TIE_SHARE` tie, and the ladder's order decides. Raises ValueError if no blocks are needed."""
     if pressure.needed_blocks < 1:
         raise ValueError("nobody needs blocks")
-    made = (rung.offer(pressure) for rung in RUNGS if rung.name not in switched_off)
-    offers = tuple(offer for offer in made if offer is not None and offer.blocks > 0 and offer.cost_s < inf)
+    found = ((rung, offer(pressure)) for rung, offer in RUNGS.items() if rung not in switched_off)
+    made = (RungOffer(rung, *offer) for rung, offer in found if offer is not None)
+    offers = tuple(offer for offer in made if offer.blocks > 0 and offer.cost_s < inf)
     costs_s = [offer.cost_s / min(offer.blocks, pressure.needed_blocks) for offer in offers]
     most_s = min(costs_s, default=0.0) * (1 + TIE_SHARE) + _TIE_S
     chosen = next((offer for offer, cost_s in zip(offers, costs_s, strict=True) if cost_s <= most_s), None)

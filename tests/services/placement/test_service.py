@@ -100,7 +100,7 @@ async def test_short_answers_hold_no_place_after_their_end(connect_bus: ConnectB
     bus = await connect_bus("placement", "placement-0")
     config = PlacementConfig(policy=policy)
     placement = (
-        PackingPlacement(bus, config, SteppingClock())
+        PackingPlacement(bus, config, clock=SteppingClock())
         if policy in LIVE_PACKINGS
         else Placement(bus, config, create(policy), SteppingClock())
     )
@@ -250,7 +250,7 @@ async def test_one_of_two_half_empty_workers_is_parked(connect_bus: ConnectBus, 
             await peer.publish(subjects.worker_reported(f"w{number}"), report(f"w{number}", sequences=here))
         await until(lambda: bool(scheduler.orders))
         if refuses:
-            await until(lambda: placement.packer.counts.failed >= 1)
+            await until(lambda: placement.packer.counts["failed"] >= 1)
             placement.packer.check_integrity()
             return
         order = scheduler.orders[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from services.stack import nats_server, obstructions
 from services.stack.access import BusAccess, certificate_for
 from services.stack.config import StackConfig
-from services.stack.probes import TcpProbe
+from services.stack.probes import listens
 from services.stack.process import ChildProcess
 from services.stack.rundir import RunDirectory
 from tests.patience import PATIENCE_S
@@ -22,7 +22,7 @@ async def secured_server(
     """Runs it, and tells how to get in; `users` beside a stack's own."""
     run, config = RunDirectory(directory), config or StackConfig()
     run.create()
-    access = BusAccess.to_local(
+    access = BusAccess.to(
         [obstructions.free_port()],
         run.credentials(*config.instances, *users),
         certificate_for(config, run.path / "tls"),
@@ -33,7 +33,7 @@ async def secured_server(
     server = ChildProcess.start([nats_server.binary(), "-c", str(path)], os.environ, directory, log)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while await TcpProbe(access.ports[0]).obstacle(0.0):
+            while await listens(access.ports[0]):
                 await asyncio.sleep(0.01)
         run.write_state(
             {"pid": os.getpid(), **access.state(), "children": [{"name": "nats", "pid": server.pid}]}

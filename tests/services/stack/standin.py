@@ -6,11 +6,12 @@ The environment adds one more: STANDIN_EXTRA is the code of a child called `extr
 """
 
 import sys
+from functools import partial
 
 from services.stack.access import BusAccess
 from services.stack.cli import Program, main
 from services.stack.config import StackConfig
-from services.stack.probes import HttpProbe, UnixProbe
+from services.stack.probes import listens, serves
 from services.stack.process import SeedLauncher
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
@@ -45,10 +46,13 @@ def standin_table(
         ChildSpec("deaf", (*PYTHON, DEAF), env, stage=1),
         ChildSpec("parent", (*PYTHON, PARENT), env, stage=1),
         ChildSpec(
-            "seed", (sys.executable, "-m", "services.stack.seed", str(seed), "json"), env, UnixProbe(seed)
+            "seed",
+            (sys.executable, "-m", "services.stack.seed", str(seed), "json"),
+            env,
+            partial(listens, seed),
         ),
         ChildSpec("sprout", ("false",), env, launch=SeedLauncher(seed, "sprout", SPROUT, ("--leaf", "1"))),
-        ChildSpec("front", (*PYTHON, FRONT, str(port)), env, HttpProbe(port, "/ready"), stage=2),
+        ChildSpec("front", (*PYTHON, FRONT, str(port)), env, partial(serves, port, "/ready"), stage=2),
     ]
     if "STANDIN_EXTRA" in env:
         table.append(ChildSpec("extra", (*PYTHON, env["STANDIN_EXTRA"]), env))

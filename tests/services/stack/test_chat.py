@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
-from services.stack.chat import ChatFailed, ChatOptions, chat, contents
+from services.stack.chat import ChatFailed, chat, contents
 from services.stack.rundir import RunDirectory
 from tests.services.stack.commands import ROOT
 
@@ -92,8 +92,11 @@ def console() -> Console:
 
 
 def test_one_question(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ChatOptions(RunDirectory(run.path), "hello", system="be brief", temperature=0.0, max_tokens=9)
-    assert chat(options, console()) == 0 and capsys.readouterr().out == "ashortanswer\n"
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 9, "system": "be brief"}
+    assert (
+        chat(RunDirectory(run.path), console(), ["hello"], **options) == 0
+        and capsys.readouterr().out == "ashortanswer\n"
+    )
     (asked,) = Gateway.asked
     said = [(message["role"], message["content"]) for message in asked["messages"]]
     assert said == [("system", "be brief"), ("user", "hello")]
@@ -105,7 +108,7 @@ def test_one_question(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> 
 def test_turns_remember_until_told_to_forget(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter(["one", "", "two", "/new", "three", "/exit", "never"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
-    assert chat(ChatOptions(RunDirectory(run.path)), console()) == 0
+    assert chat(RunDirectory(run.path), console()) == 0
     contents_asked = [[m["content"] for m in asked["messages"]] for asked in Gateway.asked]
     assert contents_asked == [["one"], ["one", "ashortanswer", "two"], ["three"]]
 
@@ -123,7 +126,7 @@ def test_a_refused_turn_is_shown_and_forgotten(run: RunDirectory, monkeypatch: p
         raise EOFError
 
     monkeypatch.setattr("builtins.input", say)
-    assert chat(ChatOptions(RunDirectory(run.path)), shown) == 0 and isinstance(shown.file, io.StringIO)
+    assert chat(RunDirectory(run.path), shown) == 0 and isinstance(shown.file, io.StringIO)
     assert "429: too busy" in shown.file.getvalue()
     assert [m["content"] for m in Gateway.asked[1]["messages"]] == ["two"]
 

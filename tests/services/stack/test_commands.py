@@ -19,6 +19,7 @@ import services
 from services.stack import models
 from services.stack.chrome_trace import chrome_trace
 from services.stack.cli import main
+from services.stack.explain import in_words
 from services.stack.logs import _news, logs, reason
 from services.stack.rundir import ROOT, RunDirectory
 from shared.errors import ConfigError
@@ -364,3 +365,11 @@ def test_a_link_keeps_its_own_name(home: Path, tmp_path: Path) -> None:
     """It is served as what the operator called it, not as what it points to."""
     (tmp_path / "mine").symlink_to(TINY_CHAT)
     assert models.named(str(tmp_path / "mine")) == ("mine", str(tmp_path / "mine"))
+
+
+def test_replays_are_told_in_one_sentence() -> None:
+    policy = {"workers": 2, "policy": "ecoserve", "later_s": 1.5}
+    worker = {"workers": 3, "policy": "kvasir", "later_s": -0.25}
+    told = {"workers": 2, "what_if": [policy, worker], "agreement": {"same_batches": 0.9}}
+    said = "it would have ended with ecoserve 1.50 s later, with one more worker 0.25 s earlier"
+    assert in_words(told) == f"{said} (the simulator repeats 90% of who ran beside whom)"

@@ -168,7 +168,7 @@ def credentials_of(path: Path) -> Credentials:
 
 @pytest.mark.parametrize("certificate", [None, CERTIFICATE, Certificate(Path("/c"), Path("/k"), None)])
 def test_children_and_state_lead_to_the_same_server(tmp_path: Path, certificate: Certificate | None) -> None:
-    access = BusAccess.to_local([7422], credentials_of(tmp_path), certificate)
+    access = BusAccess.to([7422], credentials_of(tmp_path), certificate)
     assert access.ports[0] == 7422 and access.url.startswith("tls://") == (certificate is not None)
     state = json.dumps(access.state())
     assert not any(password in state for password in access.credentials.nats_passwords.values())
@@ -178,7 +178,7 @@ def test_children_and_state_lead_to_the_same_server(tmp_path: Path, certificate:
 
 
 def test_everybody_gets_the_own_password_only(tmp_path: Path) -> None:
-    access = BusAccess.to_local([7422], credentials_of(tmp_path), None)
+    access = BusAccess.to([7422], credentials_of(tmp_path), None)
     for user, password in access.credentials.nats_passwords.items():
         environment = " ".join(access.environment(user).values())
         assert [o for o in access.credentials.nats_passwords.values() if o in environment] == [password]

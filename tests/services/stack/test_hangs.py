@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from services.stack.nats_server import binary
-from services.stack.probes import AliveProbe, TcpProbe, UnixProbe, greeting, seed_answers
+from services.stack.probes import greeting, listens, lives, seed_answers
 from services.stack.process import is_traced
 from services.stack.supervisor import Child, ChildSpec, ChildState
 from shared import watchdog
@@ -41,7 +41,7 @@ _SEIZE, _INTERRUPT = 0x4206, 0x4207
 
 def service(name: str, allowed_s: float = 1000.0) -> ChildSpec:
     argv = (sys.executable, "-c", SERVICE, name, str(allowed_s))
-    return ChildSpec(name, argv, ENV, AliveProbe(0.0), partial(watchdog.ask, name))
+    return ChildSpec(name, argv, ENV, partial(lives, moment_s=0.0), partial(watchdog.ask, name))
 
 
 async def answering(*children: Child) -> None:
@@ -73,21 +73,25 @@ async def test_what_is_stopped_or_stuck_is_replaced_and_what_takes_as_long_as_fo
 
 async def test_nats_and_the_seed_are_asked_too(tmp_path: Path, free_port: int) -> None:
     config = BusConfig(url=f"nats://127.0.0.1:{free_port}")
-    listening = UnixProbe(tmp_path / "seed.sock")
-    seed = (sys.executable, "-m", "services.stack.seed", str(listening.path), "json")
+    listening = tmp_path / "seed.sock"
+    seed = (sys.executable, "-m", "services.stack.seed", str(listening), "json")
     specs = (
         ChildSpec(
-            "nats", (binary(), "-p", str(free_port)), ENV, TcpProbe(free_port), partial(greeting, config)
+            "nats",
+            (binary(), "-p", str(free_port)),
+            ENV,
+            partial(listens, free_port),
+            partial(greeting, config),
         ),
-        ChildSpec("seed", seed, ENV, listening, partial(seed_answers, listening.path)),
+        ChildSpec("seed", seed, ENV, partial(listens, listening), partial(seed_answers, listening)),
     )
     async with staged(ROOT, *specs, logs=tmp_path) as stage:
         children = [*stage.supervisor.children.values()]
         await answering(*children)
         os.kill(stage.pid("nats"), signal.SIGSTOP)
-        listening.path.unlink()
+        listening.unlink()
         await until(lambda: all(c.restarts == 1 and c.state is ChildState.READY for c in children))
-        assert listening.path.exists(), "a seed without its socket is of no use"
+        assert listening.exists(), "a seed without its socket is of no use"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ptrace as Linux has it")

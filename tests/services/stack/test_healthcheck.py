@@ -18,7 +18,7 @@ from services.stack.compose import write_secrets
 from services.stack.healthcheck import answer, main
 from services.stack.nats_server import binary
 from services.stack.obstructions import gateway_hosts, is_free
-from services.stack.probes import HttpProbe, TcpProbe, http_get
+from services.stack.probes import http_get, listens, serves
 from shared.bus import Bus
 from shared.config import ServiceConfig, load
 from shared.errors import BusUnavailable, ConfigError, NoResponder, PermissionRefused
@@ -152,9 +152,9 @@ async def answering(answer: bytes) -> AsyncIterator[tuple[int, list[bytes]]]:
 
 
 async def test_tcp(free_port: int) -> None:
-    assert await TcpProbe(free_port).obstacle(0.0) == f"nothing listens on port {free_port} yet"
+    assert await listens(free_port) == f"nothing listens on port {free_port} yet"
     async with answering(b"") as (port, _):
-        assert await TcpProbe(port).obstacle(0.0) is None
+        assert await listens(port) is None
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ async def test_tcp(free_port: int) -> None:
 )
 async def test_http_says_what_is_missing(answer: bytes, obstacle: str | None) -> None:
     async with answering(answer) as (port, _):
-        assert await HttpProbe(port, "/ready").obstacle(0.0) == obstacle
+        assert await serves(port, "/ready") == obstacle
 
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0-x\r\n", b"HTTP/1.1"])
 async def test_what_is_not_http_is_no_answer(answer: bytes, free_port: int) -> None:
     async with answering(answer) as (port, _):
-        assert await HttpProbe(port, "/ready").obstacle(0.0) == f"no answer on port {port} yet"
-    assert await HttpProbe(free_port, "/ready").obstacle(0.0) == f"no answer on port {free_port} yet"
+        assert await serves(port, "/ready") == f"no answer on port {port} yet"
+    assert await serves(free_port, "/ready") == f"no answer on port {free_port} yet"
 
 
 async def test_an_address_of_version_6_is_asked_there() -> None:
@@ -186,7 +186,7 @@ async def test_an_address_of_version_6_is_asked_there() -> None:
 
     async with await asyncio.start_server(serve, "::1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        assert await HttpProbe(port, "/ready", "::1").obstacle(0.0) is None
+        assert await serves(port, "/ready", host="::1") is None
         assert f"Host: [::1]:{port}\r\n" in (await http_get(port, "/", host="::1"))[1]
 
 

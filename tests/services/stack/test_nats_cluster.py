@@ -17,7 +17,7 @@ from services.stack import nats_server
 from services.stack.access import BusAccess, certificate_for
 from services.stack.config import StackConfig
 from services.stack.obstructions import Obstructed, choose_nats_ports, free_port
-from services.stack.probes import ClusterProbe, greeting
+from services.stack.probes import greeting, reaches
 from services.stack.process import ChildProcess
 from services.stack.rundir import RunDirectory
 from shared.bus import Bus, Lease
@@ -31,14 +31,12 @@ class Servers:
     def __init__(self, run: RunDirectory, config: StackConfig) -> None:
         ports = [free_port() for _ in range(config.nats_cluster)]
         certificate = certificate_for(config, run.path / "tls")
-        self.run, self.access = (
-            run,
-            BusAccess.to_local(ports, run.credentials(*config.instances), certificate),
-        )
+        self.run, self.access = (run, BusAccess.to(ports, run.credentials(*config.instances), certificate))
         self.names = nats_server.write_configs(run, config, self.access)
         self.processes: dict[str, ChildProcess] = {}
         self.probes = [
-            ClusterProbe(partial(greeting, own.config(OPERATOR)), len(ports)) for own in self.access.each()
+            partial(reaches, partial(greeting, own.config(OPERATOR)), len(ports))
+            for own in self.access.each()
         ]
 
     def start(self, *names: str) -> None:
@@ -49,7 +47,7 @@ class Servers:
 
     async def until_whole(self) -> None:
         async with asyncio.timeout(STACK_PATIENCE_S):
-            while any([await probe.obstacle(0.0) for probe in self.probes]):
+            while any([await probe(0.0) for probe in self.probes]):
                 await asyncio.sleep(0.05)
 
     async def kill(self, *names: str) -> None:
@@ -159,10 +157,10 @@ async def test_a_server_without_its_routes_is_not_ready(tmp_path: Path) -> None:
     async with cluster(tmp_path / "run", tls=True) as servers:
         await servers.kill("nats-0", "nats-2")
         async with asyncio.timeout(STACK_PATIENCE_S):
-            while not (said := await servers.probes[1].obstacle(0.0)):
+            while not (said := await servers.probes[1](0.0)):
                 await asyncio.sleep(0.05)
         assert "of the 2 other servers: see in its log" in said
-        assert await servers.probes[0].obstacle(0.0) == "does not greet yet"
+        assert await servers.probes[0](0.0) == "does not greet yet"
 
 
 async def test_a_second_cluster_on_its_ports_is_refused() -> None:

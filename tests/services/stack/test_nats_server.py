@@ -47,7 +47,7 @@ def test_the_file_is_checked_and_private(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / 'a "rün"')
     run.create()
     path, store = run.path / "nats.conf", run.path / "nats"
-    access = BusAccess.to_local([4222], run.credentials(), None)
+    access = BusAccess.to([4222], run.credentials(), None)
     nats_server.write_config(path, StackConfig(), access, store)
     assert path.stat().st_mode & 0o077 == 0
     make_certificate(tmp_path / "tls")
@@ -57,7 +57,7 @@ def test_the_file_is_checked_and_private(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"does not accept .*nats\.conf"):
         unusable = certificate_for(config, tmp_path)
-        nats_server.write_config(path, config, BusAccess.to_local([4222], run.credentials(), unusable), store)
+        nats_server.write_config(path, config, BusAccess.to([4222], run.credentials(), unusable), store)
 
 
 @pytest.mark.parametrize("tls", [False, True])

@@ -334,9 +334,9 @@ def test_a_taken_port_is_not_free_and_its_owner_is_named() -> None:
         listening.listen()
         port = listening.getsockname()[1]
         assert not obstructions.is_free(port)
-        owner = obstructions.owner(port)
-        assert owner.pid == os.getpid() and f"pid {os.getpid()} (" in str(owner)
-    assert obstructions.is_free(port) and obstructions.owner(port).pid is None
+        pid, name = obstructions.owner(port)
+        assert pid == os.getpid() and f"pid {os.getpid()} (" in name
+    assert obstructions.is_free(port) and obstructions.owner(port)[0] is None
 
 
 def test_a_port_that_was_asked_for_and_is_not_listened_on_yet_is_given_to_nobody_else() -> None:

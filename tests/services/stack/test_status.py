@@ -7,6 +7,7 @@ import io
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from services.predictor.config import PredictorConfig
 from services.predictor.service import HANDLERS, Predictor, ServedModels
-from services.stack.roll_call import RollCall, StatusProbe
+from services.stack.roll_call import RollCall, replies
 from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
 from services.stack.status import _print_rows, _show_summary, process_rows, status
 from services.stack.verdict import troubles, verdict
@@ -159,7 +160,7 @@ async def test_only_an_instance_says_how_it_is(bus_config: BusConfig, connect_bu
     roll = RollCall(bus_config)
     assert await roll.ask("predictor", deadline_s=0.5) == []
     for name in ("predictor-0", "predictor-1"):
-        assert await StatusProbe(roll, "predictor", (name,)).obstacle(0.0) is not None
+        assert await replies(roll, "predictor", (name,), 0.0) is not None
     honest = await connect_bus("predictor", "predictor-0")
     await honest.attach(HANDLERS, Predictor(honest, ServedModels(PredictorConfig(model="constant"))))
     (answer,) = await roll.ask("predictor", deadline_s=0.5, expected=2)
@@ -169,13 +170,13 @@ async def test_only_an_instance_says_how_it_is(bus_config: BusConfig, connect_bu
 
 async def test_who_answers_is_ready_unless_replaced(bus_config: BusConfig, connect_bus: ConnectBus) -> None:
     roll = RollCall(bus_config)
-    probe = StatusProbe(roll, "predictor", ("predictor-0",))
-    assert await probe.obstacle(9e9) == "does not answer on the bus yet"
+    probe = partial(replies, roll, "predictor", ("predictor-0",))
+    assert await probe(9e9) == "does not answer on the bus yet"
     bus = await connect_bus("predictor", "predictor-0")
     await bus.attach(HANDLERS, Predictor(bus, ServedModels(PredictorConfig(model="constant"))))
-    assert await probe.obstacle(9e9) is None
-    assert await StatusProbe(roll, "predictor", ("predictor-1",)).obstacle(9e9) is not None
-    assert await probe.obstacle(0.0) is not None, "answers of an earlier process do not count"
+    assert await probe(9e9) is None
+    assert await replies(roll, "predictor", ("predictor-1",), 9e9) is not None
+    assert await probe(0.0) is not None, "answers of an earlier process do not count"
     statuses = await roll.ask_all({"predictor": 1}, deadline_s=0.5)
     assert [status.instance for status in statuses] == ["predictor-0"]
     await roll.close()
@@ -191,10 +192,10 @@ async def test_a_worker_that_loads_says_how_far_it_is(bus_config: BusConfig, con
     loading = Loading(bus, progress)
     await loading.listen()
     progress.at("reads the weights: 40 %")
-    probe = StatusProbe(roll, "worker", ("worker-0",))
-    assert await probe.obstacle(9e9) == "reads the weights: 40 %"
+    probe = partial(replies, roll, "worker", ("worker-0",))
+    assert await probe(9e9) == "reads the weights: 40 %"
     await loading.close()
-    assert await probe.obstacle(9e9) == "does not answer on the bus yet"
+    assert await probe(9e9) == "does not answer on the bus yet"
     await roll.close()
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.stack.down import is_alive as alive
-from services.stack.probes import HttpProbe
+from services.stack.probes import serves
 from services.stack.process import SeedLauncher
 from services.stack.supervisor import Backoff, ChildSpec, ChildState, StartFailed, Supervisor, tail
 from tests.patience import PATIENCE_S, until
@@ -79,7 +80,7 @@ def script(name: str, code: str) -> ChildSpec:
 
 
 async def test_waits_for_readiness_and_leaves_nothing_behind(tmp_path: Path, free_port: int) -> None:
-    front = ChildSpec("front", (*PYTHON, FRONT, str(free_port)), ENV, HttpProbe(free_port, "/ready"))
+    front = ChildSpec("front", (*PYTHON, FRONT, str(free_port)), ENV, partial(serves, free_port, "/ready"))
     async with staged(tmp_path, sleeper("a"), front) as stage:
         assert stage.supervisor.children["front"].state is not ChildState.READY
         await stage.supervisor.until_ready(10.0)
@@ -94,7 +95,7 @@ async def test_waits_for_readiness_and_leaves_nothing_behind(tmp_path: Path, fre
 
 
 async def test_a_killed_child_is_back_fast_and_becomes_ready_again(tmp_path: Path, free_port: int) -> None:
-    front = ChildSpec("front", (*PYTHON, FRONT, str(free_port)), ENV, HttpProbe(free_port, "/ready"))
+    front = ChildSpec("front", (*PYTHON, FRONT, str(free_port)), ENV, partial(serves, free_port, "/ready"))
     async with staged(tmp_path, front) as stage:
         await stage.supervisor.until_ready(10.0)
         first = stage.pid("front")
@@ -147,7 +148,7 @@ async def test_a_program_that_is_not_there_fails_the_start(tmp_path: Path) -> No
 
 
 async def test_start_names_what_is_not_ready_in_time(tmp_path: Path, free_port: int) -> None:
-    late = ChildSpec("late", ("sleep", "1000"), ENV, HttpProbe(free_port, "/ready"))
+    late = ChildSpec("late", ("sleep", "1000"), ENV, partial(serves, free_port, "/ready"))
     async with staged(tmp_path, sleeper("a"), late) as stage:
         with pytest.raises(StartFailed, match=r"not ready after 2 s: late \(no answer") as caught:
             await stage.supervisor.until_ready(2.0)

@@ -15,9 +15,9 @@ from services.stack import display
 from services.stack.access import BusAccess
 from services.stack.config import StackConfig
 from services.stack.display import StartDisplay, say
-from services.stack.probes import HttpProbe, TcpProbe
+from services.stack.probes import listens, serves
 from services.stack.process import SeedLauncher, start_program
-from services.stack.roll_call import RollCall, StatusProbe
+from services.stack.roll_call import RollCall, replies
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import Backoff, Child, ChildSpec, ChildState
 from services.stack.table import Sources, kvasir_table, parse_override, workers_by_model
@@ -38,7 +38,7 @@ async def table(
         config or StackConfig(workers=2),
         run,
         port=8080,
-        access=BusAccess.to_local([4222], run.credentials(*(config or StackConfig()).instances), None),
+        access=BusAccess.to([4222], run.credentials(*(config or StackConfig()).instances), None),
         sources=Sources(
             path / "local.yaml" if has_file else None,
             [parse_override(text) for text in overrides],
@@ -61,8 +61,8 @@ async def test_six_services_and_the_bus_with_the_gateway_ending_first(tmp_path: 
     plain = await table(tmp_path, config=StackConfig(workers=1, preload=False))
     assert list(plain) == ["nats", *services[:-1]] and plain["worker-0"].launch is start_program
     assert specs["gateway-0"].stage > specs["worker-0"].stage > specs["nats"].stage
-    assert isinstance(specs["nats"].ready, TcpProbe) and isinstance(specs["gateway-0"].ready, HttpProbe)
-    assert isinstance(specs["ledger-0"].ready, StatusProbe)
+    probes = {"nats": listens, "gateway-0": serves, "ledger-0": replies}
+    assert {name: getattr(specs[name].ready, "func", None) for name in probes} == probes
 
 
 async def test_a_file_that_the_environment_names_is_not_overruled(tmp_path: Path) -> None:

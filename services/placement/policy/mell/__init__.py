@@ -5,7 +5,14 @@ Pure. Where the paper is silent or violates its own properties, it follows desig
 
 from collections.abc import Iterable
 
-from services.placement.policy.contract import Action, Operation, PackingEffects, RequestKey, check_blocks
+from services.placement.policy.contract import (
+    Action,
+    Operation,
+    PackingEffects,
+    RequestKey,
+    check_blocks,
+    check_new,
+)
 from services.placement.policy.mell.cluster import MAX_MOVES, Cluster, Gpu, MellSettings
 from services.placement.policy.mell.placing import Bundles, Journal, Placing, Repairs
 
@@ -89,9 +96,7 @@ class Mell:
     def adopt(self, request: RequestKey, blocks: int, worker_id: str) -> PackingEffects:
         """Register a request found running on a worker, and evict others if it does not fit. Runs no repairs.
         Raises InvalidRequest, ValueError if the request is already placed, KeyError for an unknown worker."""
-        check_blocks(request, blocks, self.capacity_blocks)
-        if request in self.cluster.homes:
-            raise ValueError(f"request {request} is placed already")
+        check_new(request, blocks, self.capacity_blocks, self.cluster.homes)
         gpu = self.cluster.opened(worker_id)
         self._bundles.put(self._bundles.item_for(request, blocks), gpu)
         self._journal.arrived(request)
@@ -116,9 +121,7 @@ class Mell:
                 ended.add(request)
 
     def _allocate(self, request: RequestKey, blocks: int) -> None:
-        check_blocks(request, blocks, self.capacity_blocks)
-        if request in self.cluster.homes:
-            raise ValueError(f"request {request} is placed already")
+        check_new(request, blocks, self.capacity_blocks, self.cluster.homes)
         item = self._bundles.item_for(request, blocks)
         if self._placing.place(item):
             self._journal.arrived(request)
@@ -146,7 +149,6 @@ class Mell:
                     self._journal.displaced(request)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the policy's state is inconsistent."""
         self.cluster.check_integrity()
         assert self._journal.steps == 0, "an operation was not closed"
 

@@ -308,7 +308,6 @@ class Cluster:
         return lost
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if items and indexes are inconsistent."""
         assert not set(self.active) & set(self.idle), "idle and active"
         assert not self.vacated, "an active worker without requests"
         for gpu in self.active.values():

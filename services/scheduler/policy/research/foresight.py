@@ -32,20 +32,11 @@ class Foreseeing(FirstComePolicy):
         self._asked.discard(key)
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
-        """Update the prediction; waiting jobs are ranked again, running ones keep their allocation."""
-        job = self._table.jobs.get(key)
-        if job is None:
-            return
-        waits = job.stage is JobStage.WAITING
-        if waits:
-            self._dequeue(job)
-        job.prediction = prediction
+        """Update the prediction; running jobs keep their allocation."""
         self._asked.discard(key)
-        if waits:
-            self._enqueue(job)
+        self._note_prediction(key, prediction)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the accounts do not balance."""
         super().check_integrity()
         assert self._asked <= self._table.jobs.keys()
 
@@ -120,7 +111,6 @@ class MultiResPolicy(ExactPolicy):
         super().__init__(shape, settings)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the accounts do not balance."""
         super().check_integrity()
         startable = {job.task.key for job in self._startable()}
         assert self._places.keys() == startable
@@ -202,7 +192,6 @@ class SyncCoupledPolicy(ExactPolicy):
         self._group_tokens = int(self._options["group_tokens"])
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the accounts do not balance."""
         super().check_integrity()
         startable = {job.task.key for job in self._startable()}
         assert self._numbers.keys() == startable >= set(self._chosen)

@@ -4,6 +4,7 @@ A running sequence that loses its place pauses with its blocks; if the first wai
 ranks are preempted. Source: papers/003 §2 (its FastServe and SRTF); algorithms.md §1.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
@@ -13,7 +14,6 @@ from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySett
 from services.scheduler.policy.first_come import MaximumPolicy
 from services.scheduler.policy.research.foresight import Foreseeing
 from services.scheduler.policy.waiting_queue import Line
-from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
 
@@ -41,12 +41,8 @@ class RankedPolicy(MaximumPolicy):
         self._sort_running()
         return planned
 
-    def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
-        super().on_short(key, missing_tokens, now_s)
-        self._sort_running()
-
-    def on_gained(self, key: SequenceKey, tokens: int, now_s: float) -> None:
-        super().on_gained(key, tokens, now_s)
+    def _correct(self, key: SequenceKey, change: Callable[[Job, int], None], tokens: int) -> None:
+        super()._correct(key, change, tokens)
         self._sort_running()
 
     def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
@@ -99,10 +95,6 @@ class SrtfPolicy(Foreseeing, RankedPolicy):
     """`srtf`: the shortest predicted remaining time runs first and may preempt."""
 
     name = "srtf"
-
-    def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
-        super().on_predicted(key, prediction, now_s)
-        self._sort_running()
 
     def _rank(self, job: Job) -> Any:
         prefill_tokens = 0
@@ -176,7 +168,6 @@ class FastServePolicy(RankedPolicy):
         return batch
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the accounts do not balance."""
         super().check_integrity()
         assert self._turns.keys() == self._table.jobs.keys()
         assert all(0 <= turn.level < self._levels for turn in self._turns.values())

@@ -143,7 +143,7 @@ def test_arrivals_fill_a_worker_and_leave_it_when_another_grows() -> None:
     rig.running["r0"].blocks = 45
     orders = rig.epoch()
     assert orders and all(order.ref.request_id != "r0" for order in orders)
-    assert rig.packer.counts.ordered == len(orders)
+    assert rig.packer.counts["ordered"] == len(orders)
 
 
 def test_what_ended_frees_its_place_before_any_heartbeat_or_epoch() -> None:
@@ -186,7 +186,7 @@ def test_a_failed_order_is_repeated_after_a_pause() -> None:
     (order,) = rig.epoch()
     assert rig.epoch() == (), "given once"
     rig.carry_out(order, reason="no room")
-    assert rig.packer.counts.failed == 1
+    assert rig.packer.counts["failed"] == 1
     assert {rig.packer.state_of(name) for name in ("w0", "w1")} == {"T"}, "one on each, as it is"
     first = rig.epoch()
     assert order.ref not in {other.ref for other in first}, "left alone for a while"

@@ -13,7 +13,7 @@ from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.core.worker_pipeline import Preempting
 from services.scheduler.policy.contract import PlannedPreemption
-from services.scheduler.policy.relief import Borrow, Migrate, Recompute, SwapOut
+from services.scheduler.policy.relief import Rung
 from shared.messages.plans import PreemptMode
 from tests.services.scheduler.world import SMALL, small_world
 from tests.shared.messages.builders import worker_report
@@ -59,7 +59,7 @@ def test_a_sequence_moves_to_the_worker_that_has_room() -> None:
 
 
 def test_a_rung_that_is_switched_off_is_not_taken() -> None:
-    world, _ = crowded(replace(ON, switched_off=frozenset({Migrate.name})))
+    world, _ = crowded(replace(ON, switched_off=frozenset({Rung.MIGRATE})))
     for worker in world.workers.values():
         measured(worker)
     finish(world)
@@ -129,7 +129,7 @@ def test_a_worker_that_no_longer_gathers_is_told_at_once() -> None:
 
 
 def test_nobody_borrows_ahead_where_the_rung_is_switched_off() -> None:
-    world, _ = crowded(replace(ON, switched_off=frozenset({Borrow.name})))
+    world, _ = crowded(replace(ON, switched_off=frozenset({Rung.BORROW})))
     assert may_borrow(world) and not any(may_borrow(world))
 
 
@@ -140,7 +140,7 @@ def test_one_more_layer_on_the_host_is_weighed_where_its_stall_was_measured() ->
 
 
 def test_who_is_preempted_goes_to_the_host_where_that_is_faster() -> None:
-    off = replace(ON, switched_off=frozenset({Migrate.name}))
+    off = replace(ON, switched_off=frozenset({Rung.MIGRATE}))
     for host_block_s, mode in ((1e-5, "swap"), (1.0, "recompute")):
         world, _ = crowded(off)
         for worker in world.workers.values():
@@ -161,7 +161,7 @@ VICTIM = PlannedPreemption(("r", 0), held_blocks=6, computed_tokens=90)
 def test_the_cheaper_way_is_taken_and_its_costs_are_told() -> None:
     mode, relief = Preempting().decide(REPORT, VICTIM, ON)
     assert mode is PreemptMode.SWAP and relief is not None
-    assert {o.rung: round(o.cost_s, 3) for o in relief.offers} == {SwapOut.name: 0.012, Recompute.name: 0.09}
+    assert {o.rung: round(o.cost_s, 3) for o in relief.offers} == {Rung.SWAP: 0.012, Rung.RECOMPUTE: 0.09}
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,10 @@ def test_what_is_slower_or_was_never_measured_is_not(changed: dict[str, float]) 
 
 
 def test_each_rung_can_be_switched_off_and_the_ladder_as_a_whole() -> None:
-    off = ReliefRules(enabled=True, switched_off=frozenset({SwapOut.name}))
+    off = ReliefRules(enabled=True, switched_off=frozenset({Rung.SWAP}))
     assert Preempting().decide(REPORT, VICTIM, off)[0] is PreemptMode.RECOMPUTE
     slow = msgspec.structs.replace(REPORT, host_block_s=1.0)
-    off = ReliefRules(enabled=True, switched_off=frozenset({Recompute.name}))
+    off = ReliefRules(enabled=True, switched_off=frozenset({Rung.RECOMPUTE}))
     assert Preempting().decide(slow, VICTIM, off)[0] is PreemptMode.SWAP
     assert Preempting().decide(REPORT, VICTIM, ReliefRules()) == (PreemptMode.RECOMPUTE, None)
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.scheduler.core import shadowing
 from services.scheduler.core.effects import AskPull
-from services.scheduler.core.rules import Rules, ShadowRules
+from services.scheduler.core.rules import Rules
 from services.scheduler.core.shadowing import Shadowing
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.reports import SequenceState
@@ -24,7 +24,7 @@ BLOCK = 4
 LOST_S = 0.25
 """Between two heartbeats; what came after the last one nobody knew of."""
 PROMPT, ANSWER = 120, 200
-RULES = replace(SMALL, shadows=ShadowRules(from_s=0.05))
+RULES = replace(SMALL, shadow_from_s=0.05)
 MEASURED = {"prefill_tokens_per_s": 1000.0, "decode_step_s": 0.01}
 
 
@@ -76,7 +76,7 @@ def test_the_next_worker_computes_what_was_not_copied_and_no_more() -> None:
     world.until(lambda: len(request.tokens) > told + 3, limit_s=20)
     assert world.worker_of(request) == keeper
     computed = sum(count for count, _ in world.workers[keeper].step_tokens)
-    lag_tokens = (2 * RULES.shadows.interval_s + LOST_S) / MEASURED["decode_step_s"]
+    lag_tokens = (2 * shadowing.INTERVAL_S + LOST_S) / MEASURED["decode_step_s"]
     assert computed < lag_tokens and world.caches[keeper].counts["hits_host"] >= PROMPT // BLOCK + 10
     finish(world)
 
@@ -99,8 +99,8 @@ def test_it_is_followed_and_renewed_and_forgotten() -> None:
 @pytest.mark.parametrize(
     ("rules", "prompt", "kinds"),
     [
-        (replace(SMALL, shadows=ShadowRules(from_s=0.0)), PROMPT, {}),
-        (replace(SMALL, shadows=ShadowRules(from_s=0.6)), PROMPT, {}),
+        (replace(SMALL, shadow_from_s=0.0), PROMPT, {}),
+        (replace(SMALL, shadow_from_s=0.6), PROMPT, {}),
         (RULES, PROMPT, {"says": {**MEASURED, "prefill_tokens_per_s": 0.0}}),
         (RULES, PROMPT, {"host_blocks": 0}),
         (RULES, PROMPT, {"cached": False}),
@@ -127,8 +127,9 @@ def test_a_keeper_that_dies_is_replaced() -> None:
     finish(world)
 
 
-def test_an_order_that_nobody_answers_holds_up_nothing_for_ever() -> None:
-    world = world_of(rules=replace(RULES, shadows=replace(RULES.shadows, answer_s=0.5)))
+def test_an_order_that_nobody_answers_holds_up_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadowing, "ANSWER_S", 0.5)
+    world = world_of(rules=RULES)
     lost: list[object] = []
 
     def is_lost(effect: object) -> bool:
@@ -180,7 +181,7 @@ class Fleet:
             pipelines=pipelines, sequences=by_key, find=lambda ref: by_key[ref.key], in_step=pipelines.get
         )
         moves: Any = SimpleNamespace(by_key={})
-        self.shadowing = Shadowing(roster, moves, ShadowRules(from_s=0.1))
+        self.shadowing = Shadowing(roster, moves, 0.1)
 
     def tick(self) -> list[AskPull]:
         """Nothing is answered."""

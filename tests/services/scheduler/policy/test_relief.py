@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 from services.scheduler.policy.relief import (
     LADDER,
     TIE_SHARE,
-    Borrow,
-    Expand,
     MemoryPressure,
-    Migrate,
-    Recompute,
     ReliefSpeeds,
-    SwapOut,
+    Rung,
     Victim,
     next_relief,
 )
@@ -40,7 +36,7 @@ def test_each_rung_is_taken_when_the_cheaper_ones_are_switched_off() -> None:
     while (rung := chosen(ALL, *off)) is not None:
         off.append(rung)
     assert set(off) == set(LADDER)
-    assert off.index(Migrate.name) < off.index(SwapOut.name) < off.index(Recompute.name)
+    assert off.index(Rung.MIGRATE) < off.index(Rung.SWAP) < off.index(Rung.RECOMPUTE)
 
 
 @pytest.mark.parametrize("rung", LADDER)
@@ -51,26 +47,26 @@ def test_a_rung_that_is_switched_off_is_not_even_weighed(rung: str) -> None:
 
 def test_measured_costs_decide_not_the_order() -> None:
     hot = replace(ALL, speeds=replace(SPEEDS, stall_s=0.0))
-    assert chosen(hot) == Expand.name, "no stall: the layers cost nothing"
+    assert chosen(hot) == Rung.EXPAND, "no stall: the layers cost nothing"
     stalling = replace(hot, speeds=replace(SPEEDS, stall_s=0.05))
-    assert chosen(stalling) != Expand.name
+    assert chosen(stalling) != Rung.EXPAND
 
 
 def test_a_slow_link_makes_it_move_by_tokens_and_no_link_rules_borrowing_out() -> None:
     slow = replace(ALL, speeds=replace(SPEEDS, link_blocks_per_s=1))
-    (offer,) = [o for o in next_relief(slow).offers if o.rung == Migrate.name]
+    (offer,) = [o for o in next_relief(slow).offers if o.rung == Rung.MIGRATE]
     assert offer.reason == "by tokens"
     alone = replace(ALL, is_linked=False)
-    assert Borrow.name not in {o.rung for o in next_relief(alone).offers}
+    assert Rung.BORROW not in {o.rung for o in next_relief(alone).offers}
 
 
 def test_blocks_beyond_the_need_are_worth_nothing() -> None:
     """A large request costs more to move; it is worth it only where so many blocks are needed."""
-    off = tuple(rung for rung in LADDER if rung not in {Migrate.name, Expand.name})
-    assert chosen(replace(ALL, needed_blocks=1, growable_blocks=1), *off) == Migrate.name
+    off = tuple(rung for rung in LADDER if rung not in {Rung.MIGRATE, Rung.EXPAND})
+    assert chosen(replace(ALL, needed_blocks=1, growable_blocks=1), *off) == Rung.MIGRATE
     cheap_layer = replace(ALL, needed_blocks=1, growable_blocks=1, speeds=replace(SPEEDS, stall_s=1e-5))
-    assert chosen(cheap_layer, *off) == Expand.name
-    assert chosen(replace(cheap_layer, needed_blocks=40), *off) == Migrate.name
+    assert chosen(cheap_layer, *off) == Rung.EXPAND
+    assert chosen(replace(cheap_layer, needed_blocks=40), *off) == Rung.MIGRATE
 
 
 def test_nothing_left_means_wait_and_the_log_says_what_was_weighed() -> None:
