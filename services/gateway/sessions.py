@@ -99,6 +99,8 @@ class Sessions:
 
     async def context_tokens(self, timeout_s: float, model: str) -> int:
         """Return the context length in tokens. Raises NoResponder when no worker appears in time."""
+        if (limit := self.workers.context_tokens(model)) is not None:
+            return limit
         try:
             async with asyncio.timeout(timeout_s):
                 while (limit := self.workers.context_tokens(model)) is None:

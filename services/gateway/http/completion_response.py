@@ -244,7 +244,9 @@ class CompletionResponse(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, out: EventStream) -> None:
-        self._exchange.on_news = partial(self._push, out)
+        is_plain = self._text_writer is not None and not self._has_details and self._lasting is None
+        is_plain = is_plain and len(self._answers) == 1 and self._answers[0].is_plain
+        self._exchange.on_news = partial(self._push_text if is_plain else self._push, out)
         try:
             while True:
                 if events := self._events():
@@ -270,6 +272,16 @@ class CompletionResponse(Response):
             if not answer.stream.is_open:
                 return False
         return out.push(self._events) and self._left == len(self._answers)
+
+    def _push_text(self, out: EventStream) -> bool:
+        """Like `_push`, for one plain answer. After its first event, the next ones differ in text only."""
+        if self._begun and self._answers[0].stream.is_open:
+            return out.push(self._text_event)
+        return self._push(out)
+
+    def _text_event(self) -> bytes:
+        text = self._answers[0].read_plain()
+        return self._text_writer.text_event(0, text, None) if text and self._text_writer else b""
 
     def _events(self) -> bytes:
         events: list[bytes] = []

@@ -368,7 +368,7 @@ class Acceptance:
         """Return the prompt's tokens. Raises InvalidRequest for unknown ids."""
         if isinstance(prompt, str):
             return self.codec.encode_text(prompt, add_special_tokens=adds_special)
-        if any(not 0 <= token < self.codec.vocab_size for token in prompt):
+        if prompt and not 0 <= min(prompt) <= max(prompt) < self.codec.vocab_size:
             raise InvalidRequest(f"token ids are from 0 to {self.codec.vocab_size - 1}", param=param)
         return prompt
 

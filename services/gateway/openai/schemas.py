@@ -93,13 +93,15 @@ def _content(value: Any) -> Any:
 
 
 def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def texts_or_tokens(value: Any) -> list[Any]:
     """Return the value as a list of texts or of token lists. A pydantic union would collect an error per
     token in each wrong branch."""
-    prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
+    if isinstance(value, str) or _is_tokens(value):
+        return [value]
+    prompts = value
     if not isinstance(prompts, list) or not prompts:
         raise ValueError(
             "should be a string, a list of strings, a list of token ids, or a list of such lists"

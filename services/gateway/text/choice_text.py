@@ -156,6 +156,13 @@ class Detokenizer:
             self._tokens, self._shown_chars = [], 0
         return piece
 
+    def feed_all(self, tokens: Sequence[int]) -> str:
+        """Return the text that these tokens complete."""
+        texts = self._texts
+        if not self._tokens and None not in (known := [texts[token] for token in tokens]):
+            return "".join(known)  # type: ignore[arg-type]  # for mypy, they may still be None
+        return "".join([self.feed(token) for token in tokens])
+
     def flush(self) -> str:
         """Return the replacement characters for an incomplete last character."""
         rest = decode(self._tokenizer, self._tokens, shows_special=self._shows_special)[self._shown_chars :]
@@ -244,7 +251,9 @@ class ChoiceText:
         self._end_token_ids = frozenset(end_token_ids)
         self._alignment = Alignment(len(given.text or "")) if rules.with_logprobs else None
         self._shows_prompt = given.text is not None
-        self._is_plain = not (rules.stops or rules.with_logprobs or given.tokens)
+        details = rules.stops or rules.with_logprobs or rules.with_ids
+        self.is_plain = not (details or given.tokens or self._shows_prompt)
+        """Its pieces are texts of new tokens, until the last one."""
 
     @property
     def matched_stop(self) -> str | int | None:
@@ -298,16 +307,21 @@ class ChoiceText:
             ids = tuple(self.stream.tokens[told : self._read_tokens])
         return TextPiece(text, self.finish_reason, tokens, ids)
 
+    def read_plain(self, end: int = MOST_COUNT) -> str:
+        """Return the text of the new tokens of a plain answer, up to index `end`."""
+        new = self.stream.tokens[self._read_tokens : end]
+        self._read_tokens += len(new)
+        self.completion_tokens += len(new)
+        if not self._end_token_ids.isdisjoint(new):
+            new = [token for token in new if token not in self._end_token_ids]
+        return self._detokenizer.feed_all(new)
+
     def _next(self, end: int) -> str:
         """Read the tokens up to index `end`; return the text that can be shown then."""
         text, tokens = "", self.stream.tokens
         end = min(end, len(tokens))
-        if self._is_plain and not self.stream.logprobs:
-            new = tokens[self._read_tokens : end]
-            self._read_tokens = end
-            self.completion_tokens += len(new)
-            feed, ends = self._detokenizer.feed, self._end_token_ids
-            return "".join([feed(token) for token in new if token not in ends])
+        if self.is_plain and not self.stream.logprobs:
+            return self.read_plain(end)
         while self._read_tokens < end and not self.is_cut:
             token = tokens[self._read_tokens]
             logprobs = self.stream.logprobs.pop(self._read_tokens, None)
