@@ -67,15 +67,15 @@ class Checks:
         self._events = 0
         self._last_worker_epochs: dict[Process, int] = {}
         self._holders: dict[str, tuple[LeaseHolder, float]] = {}
-        self._starts = 0
+        self._losses = 0
         """Of each role, and when they showed last that they live."""
         self._checked_tokens: dict[tuple[Process, SequenceRef], int] = {}
         """Of each sequence at each worker, so many of its answer."""
         self._vocabulary = codec().vocab_size
         self._lease_ttl_s: float = fleet.shape.settings["scheduler"]["lease_ttl_s"]
         fleet.world.on_unhandled = self._on_unhandled
-        fleet.server.on_put = self._on_put
-        fleet.server.on_route = self._on_route
+        fleet.bus.on_put = self._on_put
+        fleet.bus.on_route = self._on_route
         self._is_sharded = fleet.shape.settings["scheduler"].get("shards", 1) > 1
         fleet.on_worker = self._watch
 
@@ -291,15 +291,15 @@ class Checks:
             return
         now_s = self._fleet.world.now_s
         before, renewed_s = self._holders.get(role, (holder, now_s))
-        if self._starts != self._fleet.server.starts:  # it has forgotten who held what
-            self._starts, before = self._fleet.server.starts, holder
+        if self._losses != self._fleet.bus.losses:  # it has forgotten who held what
+            self._losses, before = self._fleet.bus.losses, holder
         self._holders[role] = holder, now_s
         if not before.instance or before.instance == holder.instance or not holder.instance:
             return
         robbed, ago_s = self._fleet.present.get(before.instance), now_s - renewed_s
         if robbed is None or not robbed.alive or robbed.began_s > renewed_s:
             return
-        has_left = any(each.breaks for each in self._fleet.server.all if each.process is robbed)
+        has_left = any(each.breaks for each in self._fleet.bus.all if each.process is robbed)
         if not has_left and ago_s < self._lease_ttl_s / 2:
             self._found.append(
                 f"{holder.instance} takes {role} from {before.instance}, who renewed it {ago_s:.3f} s ago"

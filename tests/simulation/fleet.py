@@ -35,7 +35,7 @@ from services.worker.service import Worker
 from shared.errors import UnavailableError
 from tests.simulation import http
 from tests.simulation.bulk import Sockets
-from tests.simulation.bus import Server
+from tests.simulation.bus import Bus
 from tests.simulation.disk import Disks
 from tests.simulation.patches import inhabited
 from tests.simulation.threads import strand
@@ -52,6 +52,8 @@ class Shape:
     gateways: int = 1
     schedulers: int = 1
     workers: int = 2
+    servers: int = 1
+    """Of NATS, each on a host of its own among which the processes are divided."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -171,7 +173,7 @@ class Fleet:
 
     def __init__(self, world: World, shape: Shape) -> None:
         self.world, self.shape = world, shape
-        self.server = Server(world)
+        self.bus = Bus(world, shape.servers)
         self.sockets = Sockets(world)
         self.disks = Disks(world)
         self.present: dict[str, Process] = {}
@@ -231,7 +233,11 @@ class Fleet:
     def _config(self, name: str) -> tuple[Any, Run]:
         service = name.split("-")[0]
         config_type, run = _SERVICES[service]
-        bus = {"user": name, "password": "secret"}
+        number, servers = self.shape.names.index(name), self.bus.servers
+        at = number % len(servers)
+        self.bus.home[name] = servers[at]
+        url = ",".join(each.url for each in (*servers[at:], *servers[:at]))
+        bus = {"user": name, "password": "secret", "url": url}
         given = {**_ALWAYS.get(service, {}), **self.shape.settings.get(service, {})}
         return config_type(instance=name, bus=bus, **given), run
 
