@@ -7,7 +7,8 @@ Keys and values have one history, of which the servers have copies: its leader w
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -103,7 +104,7 @@ class Bus:
         hosts = {one, other}
         self.cut_until_s[frozenset(hosts)] = self.world.now_s + for_s
         for each in self.all:
-            if {each.server, self.home[each.process.name]} == hosts:
+            if each.is_open and {each.server, self.home[each.process.name]} == hosts:
                 each.cut(for_s)
 
     # --- the leader of the buckets
@@ -146,7 +147,7 @@ class Server:
         self._ids = count(1)
         self._starts = 0
         """So often it was started again. One that dies tells nobody which connections end with it."""
-        self._interests: dict[Server, list[Interest]] = {self: []}
+        self._interests: defaultdict[Server, list[Interest]] = defaultdict(list)
         self._found: dict[str, list[Interest]] = {}
 
     @property
@@ -162,7 +163,7 @@ class Server:
 
     def leave(self, connection: "Connection") -> None:
         if self.connections.pop(connection.id, None) is not None:
-            self._drop([each for each in self._interests[self] if each.connection is connection])
+            self.remove(connection)
             self._announce(subjects.BUS_DISCONNECTED, connection)
 
     def _announce(self, subject: str, connection: "Connection") -> None:
@@ -183,40 +184,37 @@ class Server:
             for each in (self, *self.routes):
                 self._tell(each, partial(each.learn, [interest]))
 
-    def remove(self, connection: "Connection", sid: int) -> None:
-        self._drop([e for e in self._interests[self] if e.connection is connection and e.sid == sid])
-
-    def _drop(self, interests: list[Interest]) -> None:
+    def remove(self, connection: Connection, sid: int | None = None) -> None:
+        """One of its interests, or all."""
+        own = [each for each in self._interests[self] if each.connection is connection]
+        gone = [each for each in own if sid in (None, each.sid)]
         for each in (self, *self.routes):
-            self._tell(each, partial(each.unlearn, interests))
+            self._tell(each, partial(each.unlearn, self, gone))
 
     def _tell(self, server: "Server", what: Callable[[], object]) -> None:
         if server is self:
             what()
-        else:
-            self.routes[server].send(server, what)
+        elif self.routes[server].is_open:
+            self.routes[server].carry(server, what)
 
     # --- what servers know of each other
 
     def learn(self, interests: list[Interest]) -> None:
         for each in interests:
-            self._interests.setdefault(each.server, []).append(each)
+            self._interests[each.server].append(each)
         self._found.clear()
 
-    def unlearn(self, interests: list[Interest]) -> None:
-        for each in interests:
-            if each in (known := self._interests.get(each.server, [])):
-                known.remove(each)
+    def unlearn(self, server: "Server", interests: list[Interest]) -> None:
+        self._interests[server] = [each for each in self._interests[server] if each not in interests]
         self._found.clear()
 
     def meet(self, other: "Server") -> None:
-        """A route is open again."""
-        self.stale = None
-        self._tell(other, partial(other.learn, list(self._interests[self])))
-
-    def forget(self, other: "Server") -> None:
-        self._interests.pop(other, None)
+        """A route to it has opened, or closed."""
+        self._interests[other] = []
         self._found.clear()
+        if self.routes[other].is_open:
+            self.stale = None
+        self._tell(other, partial(other.learn, list(self._interests[self])))
 
     # --- messages
 
@@ -233,37 +231,34 @@ class Server:
         self.bus.on_route(subject, data)
         self.world.note(name, subject, len(data), blake2b(data, digest_size=6).hexdigest())
         wanted = self._wanting(subject)
-        far: dict[Server, list[str]] = {}
+        far: dict[Server, set[str]] = {}
         """By server: the queues of which a member there is meant; "" for who is in none."""
-        groups: dict[str, list[Interest]] = {}
-        for each in wanted:
-            if each.queue:
-                groups.setdefault(each.queue, []).append(each)
-            elif each.server is self:
+        for each in self._picked(wanted):
+            if each.server is self:
                 self._deliver(each, subject, data, reply, headers)
             else:
-                far[each.server] = [""]
-        for queue, members in groups.items():
-            near = [each for each in members if each.server is self]
-            chosen = self.world.random.choice(near or members)
-            if near:
-                self._deliver(chosen, subject, data, reply, headers)
-            else:
-                far.setdefault(chosen.server, []).append(queue)
+                far.setdefault(each.server, set()).add(each.queue)
         for server, queues in far.items():
             self._tell(server, partial(server._take, queues, subject, data, reply, headers))
         if not wanted and reply:
             self.route(reply, b"", headers={"Status": "503"})
 
-    def _take(self, queues: Collection[str], subject: str, data: bytes, *more: Any) -> None:
+    def _take(self, queues: set[str], subject: str, *message: Any) -> None:
         """Over a route: nothing of it goes further."""
+        wanted = (each for each in self._wanting(subject) if each.server is self and each.queue in queues)
+        for each in self._picked(wanted):
+            self._deliver(each, subject, *message)
+
+    def _picked(self, wanted: Iterable[Interest]) -> list[Interest]:
+        """All, but of each queue one: one here, if there is any."""
         groups: dict[str, list[Interest]] = {}
-        for each in self._wanting(subject):
-            if each.server is self and each.queue in queues:
-                groups.setdefault(each.queue, []).append(each)
-        for queue, members in groups.items():
-            for each in [self.world.random.choice(members)] if queue else members:
-                self._deliver(each, subject, data, *more)
+        for each in wanted:
+            groups.setdefault(each.queue, []).append(each)
+        picked = groups.pop("", [])
+        for members in groups.values():
+            near = [each for each in members if each.server is self]
+            picked.append(self.world.random.choice(near or members))
+        return picked
 
     def _wanting(self, subject: str) -> list[Interest]:
         found = self._found.get(subject)
@@ -376,7 +371,7 @@ class Server:
             if bucket.leader is self:
                 self.bus.lead(bucket, None)
         for route in self.routes.values():
-            route.close()
+            route.break_off()
         for connection in list(self.connections.values()):
             connection.break_off()
         self.bus.expect_election()

@@ -161,7 +161,7 @@ def _server(act: Callable[[Fleet, Fault, Server], object]) -> Callable[[Fleet, F
 def _route_breaks(fleet: Fleet, fault: Fault, server: Server) -> None:
     """To one of the others, mostly both ways."""
     other = fleet.world.random.choice(list(server.routes))
-    server.routes[other].cut(fault.for_s, fleet.world.random.choice(((), (), (server,), (other,))))
+    server.routes[other].cut(fault.for_s, *fleet.world.random.choice(((), (), (server,), (other,))))
 
 
 def _host_is_lost(fleet: Fleet, fault: Fault, server: Server) -> None:

@@ -99,7 +99,8 @@ class VirtualClient:
     def _send(self, subject: str, payload: bytes, reply: str, headers: dict[str, str] | None) -> None:
         wire = self._wire
         data = self._bus.rewrite(wire.user, payload)
-        wire.up(lambda: wire.server.route(subject, data, reply, headers, wire))
+        server = wire.server
+        wire.up(lambda: server.route(subject, data, reply, headers, wire), is_kept=True)
 
     async def subscribe(
         self, subject: str, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None, **_: Any
@@ -153,13 +154,14 @@ class VirtualClient:
                 answer.set_result(result)
 
         wire, breaks = self._wire, self._wire.breaks
+        server = wire.server
 
         def tell(result: Any, error: Exception | None) -> None:
             if wire.breaks == breaks:
                 wire.down(lambda: settle(result, error))
 
         if wire.is_open:
-            wire.up(lambda: ask(wire.server, tell))
+            wire.up(lambda: ask(server, tell), is_kept=True)
         return await answer
 
     async def request(self, subject: str, timeout: float) -> None:
@@ -314,7 +316,7 @@ class ExpressSocket:
             subject, size = words[0].decode(), int(words[-1])
             payload = wire.bus.rewrite(wire.user, data[at : at + size])
             at += size + 2
-            wire.up(partial(server.route, subject, payload, sender=wire))
+            wire.up(partial(server.route, subject, payload, sender=wire), is_kept=True)
         return len(data)
 
     def recv(self, _: int) -> bytes:
