@@ -52,11 +52,21 @@ class Interest:
 
 @dataclass
 class Bucket:
-    revisions: Iterator[int]
+    first: int
+    in_files: bool
     leader: "Server | None"
+    revisions: Iterator[int] = field(init=False)
     term: int = 0
     """Grows with each leader: what an earlier one has proposed is forgotten."""
     values: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.revisions = count(self.first)
+
+    def forget(self) -> None:
+        """All its servers were down: in memory nothing is left but its configuration."""
+        if not self.in_files:
+            self.values, self.revisions = {}, count(self.first)
 
 
 class Bus:
@@ -70,7 +80,7 @@ class Bus:
         """So often the buckets were lost: a single server has them in memory."""
         self.rewrite: Callable[[str, bytes], bytes] = lambda sender, data: data
         """What a process of another version would have sent."""
-        self.on_put: Callable[[str, bytes], object] = lambda key, value: None
+        self.on_put: Callable[[str, bytes, int], object] = lambda key, value, revision: None
         """A value was written."""
         self.on_route: Callable[[str, bytes], object] = lambda subject, data: None
         """Something was published."""
@@ -212,8 +222,6 @@ class Server:
         """A route to it has opened, or closed."""
         self._interests[other] = []
         self._found.clear()
-        if self.routes[other].is_open:
-            self.stale = None
         self._tell(other, partial(other.learn, list(self._interests[self])))
 
     # --- messages
@@ -293,6 +301,9 @@ class Server:
         """The bucket's leader does it, or a server that takes itself for it. If none is reached, nothing
         may come back."""
         bucket, random = self.bus.buckets.get(name), self.world.random
+        for each in self.bus.servers:
+            if each.has_majority:
+                each.stale = None
         if bucket is None:
             leaders = [self] if self.has_majority else []
         else:
@@ -329,11 +340,11 @@ class Server:
             raise nats.js.errors.BucketNotFoundError
         return self.bus.buckets[name]
 
-    def make_bucket(self, name: str, first: int) -> None:
+    def make_bucket(self, name: str, first: int, in_files: bool) -> None:
         """Unless it is there."""
         if name not in self.bus.buckets:
             able = [each for each in self.bus.servers if self.reaches(each)]
-            self.bus.buckets[name] = Bucket(count(first), self.world.random.choice(able))
+            self.bus.buckets[name] = Bucket(first, in_files, self.world.random.choice(able))
 
     def get(self, name: str, key: str) -> tuple[bytes, int]:
         values = self.bucket(name).values if self.stale is None else self.stale
@@ -350,7 +361,7 @@ class Server:
         revision = next(bucket.revisions)
         values[key] = (value, revision)
         self.world.note("key", key, revision, value)
-        self.bus.on_put(key, value)
+        self.bus.on_put(key, value, revision)
         return revision
 
     def step_down(self, name: str) -> None:
@@ -370,6 +381,8 @@ class Server:
         for bucket in self.bus.buckets.values():
             if bucket.leader is self:
                 self.bus.lead(bucket, None)
+            if not any(each.is_up for each in self.routes):
+                bucket.forget()
         for route in self.routes.values():
             route.break_off()
         for connection in list(self.connections.values()):

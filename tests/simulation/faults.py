@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import combinations
 
 from tests.simulation.bus import Noise, Server
 from tests.simulation.disk import Trouble
@@ -164,6 +165,12 @@ def _route_breaks(fleet: Fleet, fault: Fault, server: Server) -> None:
     server.routes[other].cut(fault.for_s, *fleet.world.random.choice(((), (), (server,), (other,))))
 
 
+def _no_majority(fleet: Fleet, fault: Fault) -> None:
+    """No two servers reach each other."""
+    for one, other in combinations(fleet.bus.servers, 2):
+        one.routes[other].cut(fault.for_s)
+
+
 def _host_is_lost(fleet: Fleet, fault: Fault, server: Server) -> None:
     """By one or both of the others; it goes on by itself."""
     for other in fleet.world.random.choice((list(server.routes), list(server.routes)[:1])):
@@ -189,6 +196,7 @@ _CARRIED_OUT: dict[str, Callable[[Fleet, Fault], None]] = {
     "server dies": _server(lambda fleet, fault, server: server.restart(fault.for_s)),
     "server hangs": _server(lambda fleet, fault, server: server.hang(fault.for_s)),
     "route breaks": _server(_route_breaks),
+    "no majority": _no_majority,
     "host is lost": _server(_host_is_lost),
     "noise": _noise,
     "slow": _on(_slow),

@@ -20,6 +20,7 @@ from services.predictor.config import PredictorConfig
 from services.scheduler import service as scheduler
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leader_term import Term
+from services.scheduler.service import SchedulerService
 from services.worker import neighbourhood
 from services.worker import service as worker
 from services.worker.config import WorkerConfig
@@ -181,6 +182,7 @@ class Fleet:
         self.sessions: dict[Process, Sessions] = {}
         self.terms: list[tuple[Process, Term]] = []
         """In the order in which they began."""
+        self.schedulers: dict[Process, SchedulerService] = {}
         self.on_worker: Callable[[Process, Worker], object] = lambda process, worker: None
         self.loans: dict[Process, list[Loan]] = {}
         """Of workers' prefix caches, to what moves between workers."""
@@ -281,6 +283,7 @@ class Fleet:
             patch.object(target, "DeviceShelf", self._device_shelf),
             patch.object(neighbourhood, "Keeper", self._keeper),
             patch.object(store, "PeerTier", partial(SentBlocks, self)),
+            patch.object(scheduler, "SchedulerService", watch(SchedulerService, self.schedulers.__setitem__)),
             patch.object(scheduler, "Term", watch(Term, lambda at, term: self.terms.append((at, term)))),
         ):
             yield

@@ -13,7 +13,7 @@ import nats.errors
 from nats.aio.client import Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.js.api import StreamConfig
+from nats.js.api import StorageType, StreamConfig
 from nats.nuid import NUID
 
 from shared.errors import BusUnavailable
@@ -253,7 +253,8 @@ class _JetStream:
     async def add_stream(self, config: StreamConfig) -> None:
         """A bucket, unless another process was faster."""
         name, first = str(config.name).removeprefix("KV_"), config.first_seq or 1
-        await self.call(name, lambda server: server.make_bucket(name, first))
+        in_files = config.storage is StorageType.FILE
+        await self.call(name, lambda server: server.make_bucket(name, first, in_files))
 
     async def call(self, name: str, ask: Callable[[Server], Any], is_write: bool = False) -> Any:
         try:
