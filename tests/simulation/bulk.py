@@ -32,8 +32,6 @@ class Sockets:
         self._world = world
         self._listening: dict[int, Listening] = {}
         self._ports = count(20_000)
-        self.cut_until_s: dict[str, float] = {}
-        """By process: nothing reaches it before."""
         self.socket, self.poll = Socket, Poll
 
     def gethostname(self) -> str:
@@ -62,7 +60,7 @@ class Sockets:
         listening = self._listening.get(port)
         if listening is None:
             return True
-        reached_s = max(self.cut_until_s.get(name, 0.0) for name in (own.name, listening.process.name))
+        reached_s: float = self._world.bus.apart_until_s(own.name, listening.process.name)
         return reached_s <= self._world.now_s and not (listening.is_open and listening.process.alive)
 
     def _pause(self, me: Strand) -> None:
@@ -70,8 +68,7 @@ class Sockets:
 
     def due_s(self, one: Process, other: Process, size: int, after_s: float) -> float:
         """When that many bytes are there."""
-        cut_s = max(self.cut_until_s.get(one.name, 0.0), self.cut_until_s.get(other.name, 0.0))
-        begin_s = max(self._world.now_s, cut_s)
+        begin_s: float = max(self._world.now_s, self._world.bus.apart_until_s(one.name, other.name))
         took_s = self._world.random.uniform(*_LATENCY_S) + size / _BYTES_PER_S * max(
             one.slowness, other.slowness
         )

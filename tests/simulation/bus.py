@@ -1,26 +1,33 @@
-"""A nats-server in a world.
+"""The nats-servers of a world: one, or three that form a cluster.
 
-The server routes what is published, keeps the order of each connection, and keeps buckets of keys and values.
-A connection may be slow, be cut for a while, or be reset; single messages may be lost, come twice, or be
-overtaken while there is noise. Knows no message.
+A server routes what is published, and forwards what clients of another server want, one hop. Single messages
+may be lost, come twice, or be overtaken while there is noise. Knows no message.
+
+Keys and values have one history, of which the servers have copies: its leader writes while a majority agrees.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from hashlib import blake2b
-from itertools import count
+from itertools import combinations, count
+from typing import Any
 
 import nats.js.errors
 
 from shared import subjects
-from tests.simulation.world import A_MOMENT_S, Process, World
+from tests.simulation.wires import Connection, Route
+from tests.simulation.world import BEGAN_S, UNIX_S, World
 
 _DELAYS_S = (0.0001, 0.0002, 0.0005, 0.002)
-_DETECT_S = 2.0
-"""A connection that is cut for longer breaks."""
-_RECONNECT_S = (0.02, 0.3)
+_ELECTION_S = (4.0, 9.0)
+_CONSENT_S = 0.05
 MOST_PAYLOAD_BYTES = 1 << 20
+
+Settle = Callable[[Any, Exception | None], object]
 
 
 @dataclass
@@ -36,6 +43,7 @@ class Noise:
 
 @dataclass(eq=False)
 class Interest:
+    server: "Server"
     connection: "Connection"
     sid: int
     subject: str
@@ -44,67 +52,177 @@ class Interest:
 
 @dataclass
 class Bucket:
-    revisions: Iterator[int]
+    first: int
+    in_files: bool
+    leader: "Server | None"
+    revisions: Iterator[int] = field(init=False)
+    term: int = 0
+    """Grows with each leader: what an earlier one has proposed is forgotten."""
     values: dict[str, tuple[bytes, int]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.revisions = count(self.first)
 
-class Server:
-    """The one of a world."""
+    def forget(self) -> None:
+        """All its servers were down: in memory nothing is left but its configuration."""
+        if not self.in_files:
+            self.values, self.revisions = {}, count(self.first)
 
-    def __init__(self, world: World) -> None:
+
+class Bus:
+    """All servers of a world, and what is between them and the processes."""
+
+    def __init__(self, world: World, servers: int) -> None:
         self.world = world
         self.noise = Noise()
-        self.is_up = True
-        self.connections: dict[int, Connection] = {}
         self.buckets: dict[str, Bucket] = {}
-        self._ids = count(1)
-        self.starts = 0
-        """So often it was started again. One that dies tells nobody which connections end with it."""
-        self._interests: list[Interest] = []
-        self._routes: dict[str, list[Interest]] = {}
+        self.losses = 0
+        """So often the buckets were lost: a single server has them in memory."""
         self.rewrite: Callable[[str, bytes], bytes] = lambda sender, data: data
         """What a process of another version would have sent."""
-        self.on_put: Callable[[str, bytes], object] = lambda key, value: None
+        self.on_put: Callable[[str, bytes, int], object] = lambda key, value, revision: None
         """A value was written."""
         self.on_route: Callable[[str, bytes], object] = lambda subject, data: None
         """Something was published."""
-        self.published = 0
         self.all: list[Connection] = []
-        world.server = self
+        self.cut_until_s: dict[object, float] = {}
+        """Processes, and pairs of hosts: they reach nobody, or not each other, before."""
+        self.servers = [Server(self, f"nats-{number}") for number in range(servers)]
+        self.home = {each.name: each for each in self.servers}
+        """The server on the host of each process and server, by name."""
+        for one, other in combinations(self.servers, 2):
+            one.routes[other] = other.routes[one] = Route(one, other)
+        world.bus = self
 
     def delay_s(self) -> float:
         random = self.world.random
         more_s = random.random() * self.noise.delay_s if self.noise.delay_s else 0.0
         return random.choice(_DELAYS_S) + more_s
 
+    def at(self, url: str) -> "Server":
+        """The one with this address."""
+        return self.home[url.removeprefix("nats://").partition(":")[0]]
+
+    def apart_until_s(self, one: str, other: str) -> float:
+        """When two reach each other again."""
+        keys = one, other, frozenset((self.home.get(one), self.home.get(other)))
+        return max(self.cut_until_s.get(key, 0.0) for key in keys)
+
+    def part(self, one: "Server", other: "Server", for_s: float) -> None:
+        """Two hosts lose each other."""
+        one.routes[other].cut(for_s)
+        hosts = {one, other}
+        self.cut_until_s[frozenset(hosts)] = self.world.now_s + for_s
+        for each in self.all:
+            if each.is_open and {each.server, self.home[each.process.name]} == hosts:
+                each.cut(for_s)
+
+    # --- the leader of the buckets
+
+    def expect_election(self) -> None:
+        """Servers have died, or do not hear each other. A while later they have settled who leads."""
+        if len(self.servers) > 1:
+            self.world.after(self.world.random.uniform(*_ELECTION_S), self._elect)
+
+    def _elect(self) -> None:
+        random, able = self.world.random, [each for each in self.servers if each.has_majority]
+        for bucket in self.buckets.values():
+            leader = bucket.leader
+            deaf = [each for each in able if leader is not None and not each.reaches(leader)]
+            if deaf or not able:
+                self.expect_election()
+            if not able or (leader in able and not (deaf and random.random() < 0.5)):
+                continue
+            if leader is not None and leader not in able:
+                leader.stale = dict(bucket.values)
+            self.lead(bucket, random.choice(deaf or able))
+
+    def lead(self, bucket: Bucket, leader: "Server | None") -> None:
+        bucket.leader, bucket.term = leader, bucket.term + 1
+        self.world.note("leader of the buckets", leader and leader.name)
+
+
+class Server:
+    """One. It knows what its clients want, and what those of each server with an open route want."""
+
+    def __init__(self, bus: Bus, name: str) -> None:
+        self.bus, self.name, self.world = bus, name, bus.world
+        self.url = f"nats://{name}:4222"
+        self.is_up, self.hangs_until_s = True, 0.0
+        self._clock_ahead_s = self.world.random.uniform(-0.5, 0.5)
+        self.connections: dict[int, Connection] = {}
+        self.routes: dict[Server, Route] = {}
+        self.stale: dict[str, tuple[bytes, int]] | None = None
+        """Values as they were when another server took the lead, unknown to this one."""
+        self._ids = count(1)
+        self._starts = 0
+        """So often it was started again. One that dies tells nobody which connections end with it."""
+        self._interests: defaultdict[Server, list[Interest]] = defaultdict(list)
+        self._found: dict[str, list[Interest]] = {}
+
+    @property
+    def works(self) -> bool:
+        return self.is_up and self.hangs_until_s <= self.world.now_s
+
     # --- connections
 
     def enter(self, connection: "Connection") -> None:
-        connection.id = next(self._ids)
+        connection.id, connection.since_s = next(self._ids), self.world.now_s
         self.connections[connection.id] = connection
         self._announce(subjects.BUS_CONNECTED, connection)
 
     def leave(self, connection: "Connection") -> None:
-        if self.connections.pop(connection.id, None) is None:
-            return
-        self._interests = [each for each in self._interests if each.connection is not connection]
-        self._routes.clear()
-        self._announce(subjects.BUS_DISCONNECTED, connection)
+        if self.connections.pop(connection.id, None) is not None:
+            self.remove(connection)
+            self._announce(subjects.BUS_DISCONNECTED, connection)
 
     def _announce(self, subject: str, connection: "Connection") -> None:
-        if self.is_up:
-            server = {"name": "kvasir", "id": f"N{self.starts}"}
-            client = {"id": connection.id, "user": connection.user, "name": connection.name}
-            self.route(subject, json.dumps({"server": server, "client": client}).encode())
+        if not self.is_up:
+            return
+        unix_s = UNIX_S + connection.since_s - BEGAN_S + self._clock_ahead_s
+        since = datetime.fromtimestamp(unix_s, UTC).isoformat()
+        server = {"name": self.name, "id": f"N{self._starts}"}
+        client = {"id": connection.id, "user": connection.user, "name": connection.name, "start": since}
+        data = json.dumps({"server": server, "client": client}).encode()
+        if self.works:
+            self.route(subject, data)
+        else:  # it will notice
+            self.world.at(self.hangs_until_s, lambda: self.route(subject, data) if self.works else None)
 
     def add(self, interest: Interest) -> None:
-        if interest.connection.id in self.connections:
-            self._interests.append(interest)
-            self._routes.clear()
+        if self.connections.get(interest.connection.id) is interest.connection:
+            for each in (self, *self.routes):
+                self._tell(each, partial(each.learn, [interest]))
 
-    def remove(self, connection: "Connection", sid: int) -> None:
-        self._interests = [e for e in self._interests if e.connection is not connection or e.sid != sid]
-        self._routes.clear()
+    def remove(self, connection: Connection, sid: int | None = None) -> None:
+        """One of its interests, or all."""
+        own = [each for each in self._interests[self] if each.connection is connection]
+        gone = [each for each in own if sid in (None, each.sid)]
+        for each in (self, *self.routes):
+            self._tell(each, partial(each.unlearn, self, gone))
+
+    def _tell(self, server: "Server", what: Callable[[], object]) -> None:
+        if server is self:
+            what()
+        elif self.routes[server].is_open:
+            self.routes[server].carry(server, what)
+
+    # --- what servers know of each other
+
+    def learn(self, interests: list[Interest]) -> None:
+        for each in interests:
+            self._interests[each.server].append(each)
+        self._found.clear()
+
+    def unlearn(self, server: "Server", interests: list[Interest]) -> None:
+        self._interests[server] = [each for each in self._interests[server] if each not in interests]
+        self._found.clear()
+
+    def meet(self, other: "Server") -> None:
+        """A route to it has opened, or closed."""
+        self._interests[other] = []
+        self._found.clear()
+        self._tell(other, partial(other.learn, list(self._interests[self])))
 
     # --- messages
 
@@ -117,29 +235,50 @@ class Server:
         sender: "Connection | None" = None,
     ) -> None:
         """To everybody who wants it."""
-        self.published += 1
         name = "server" if sender is None else sender.name
-        self.on_route(subject, data)
+        self.bus.on_route(subject, data)
         self.world.note(name, subject, len(data), blake2b(data, digest_size=6).hexdigest())
-        wanted = self._routes.get(subject)
-        if wanted is None:
-            wanted = [each for each in self._interests if _matches(each.subject, subject)]
-            self._routes[subject] = wanted
-        groups: dict[str, list[Interest]] = {}
-        for each in wanted:
-            if each.queue:
-                groups.setdefault(each.queue, []).append(each)
-            else:
+        wanted = self._wanting(subject)
+        far: dict[Server, set[str]] = {}
+        """By server: the queues of which a member there is meant; "" for who is in none."""
+        for each in self._picked(wanted):
+            if each.server is self:
                 self._deliver(each, subject, data, reply, headers)
-        for members in groups.values():
-            self._deliver(self.world.random.choice(members), subject, data, reply, headers)
+            else:
+                far.setdefault(each.server, set()).add(each.queue)
+        for server, queues in far.items():
+            self._tell(server, partial(server._take, queues, subject, data, reply, headers))
         if not wanted and reply:
             self.route(reply, b"", headers={"Status": "503"})
+
+    def _take(self, queues: set[str], subject: str, *message: Any) -> None:
+        """Over a route: nothing of it goes further."""
+        wanted = (each for each in self._wanting(subject) if each.server is self and each.queue in queues)
+        for each in self._picked(wanted):
+            self._deliver(each, subject, *message)
+
+    def _picked(self, wanted: Iterable[Interest]) -> list[Interest]:
+        """All, but of each queue one: one here, if there is any."""
+        groups: dict[str, list[Interest]] = {}
+        for each in wanted:
+            groups.setdefault(each.queue, []).append(each)
+        picked = groups.pop("", [])
+        for members in groups.values():
+            near = [each for each in members if each.server is self]
+            picked.append(self.world.random.choice(near or members))
+        return picked
+
+    def _wanting(self, subject: str) -> list[Interest]:
+        found = self._found.get(subject)
+        if found is None:
+            known = (each for of_server in self._interests.values() for each in of_server)
+            found = self._found[subject] = [each for each in known if _matches(each.subject, subject)]
+        return found
 
     def _deliver(
         self, interest: Interest, subject: str, data: bytes, reply: str, headers: dict[str, str] | None
     ) -> None:
-        noise, random = self.noise, self.world.random
+        noise, random = self.bus.noise, self.world.random
         if noise.loss and random.random() < noise.loss:
             self.world.note("lost", subject)
             return
@@ -151,10 +290,67 @@ class Server:
 
     # --- keys and values
 
+    def reaches(self, other: "Server") -> bool:
+        return other is self or self.routes[other].flows
+
+    @property
+    def has_majority(self) -> bool:
+        return self.works and 2 * sum(map(self.reaches, self.bus.servers)) > len(self.bus.servers)
+
+    def consult(self, name: str, ask: Callable[["Server"], Any], settle: Settle, is_write: bool) -> None:
+        """The bucket's leader does it, or a server that takes itself for it. If none is reached, nothing
+        may come back."""
+        bucket, random = self.bus.buckets.get(name), self.world.random
+        for each in self.bus.servers:
+            if each.has_majority:
+                each.stale = None
+        if bucket is None:
+            leaders = [self] if self.has_majority else []
+        else:
+            leaders = [each for each in self.bus.servers if each is bucket.leader or each.stale is not None]
+        leaders = [each for each in leaders if each is self or self.routes[each].is_open]
+        if leaders:
+            leader = random.choice(leaders)
+            term = 0 if bucket is None else bucket.term
+
+            def answer(result: Any, error: Exception | None) -> None:
+                leader._tell(self, partial(settle, result, error))
+
+            self._tell(leader, partial(leader._do, bucket, term, ask, answer, is_write))
+        elif random.random() < 0.5:
+            settle(None, nats.js.errors.ServiceUnavailableError())
+
+    def _do(self, bucket: Bucket | None, term: int, ask: Any, answer: Settle, is_write: bool) -> None:
+        """A write waits until a majority agrees, or another server leads."""
+        if is_write and bucket is not None:
+            if bucket.leader is not self or bucket.term != term:
+                return
+            if not self.has_majority:
+                self.world.after(_CONSENT_S, partial(self._do, bucket, term, ask, answer, is_write))
+                return
+        try:
+            result = ask(self)
+        except nats.js.errors.Error as error:
+            answer(None, error)
+        else:
+            answer(result, None)
+
     def bucket(self, name: str) -> Bucket:
-        if name not in self.buckets:
+        if name not in self.bus.buckets:
             raise nats.js.errors.BucketNotFoundError
-        return self.buckets[name]
+        return self.bus.buckets[name]
+
+    def make_bucket(self, name: str, first: int, in_files: bool) -> None:
+        """Unless it is there."""
+        if name not in self.bus.buckets:
+            able = [each for each in self.bus.servers if self.reaches(each)]
+            self.bus.buckets[name] = Bucket(first, in_files, self.world.random.choice(able))
+
+    def get(self, name: str, key: str) -> tuple[bytes, int]:
+        values = self.bucket(name).values if self.stale is None else self.stale
+        if key not in values:
+            raise nats.js.errors.KeyNotFoundError
+        return values[key]
 
     def put(self, name: str, key: str, value: bytes, last: int) -> int:
         bucket = self.bucket(name)
@@ -165,121 +361,48 @@ class Server:
         revision = next(bucket.revisions)
         values[key] = (value, revision)
         self.world.note("key", key, revision, value)
-        self.on_put(key, value)
+        self.bus.on_put(key, value, revision)
         return revision
+
+    def step_down(self, name: str) -> None:
+        others = [each for each in self.routes if self.reaches(each)]
+        if others:
+            self.bus.lead(self.bucket(name), self.world.random.choice(others))
 
     # --- faults
 
     def restart(self, down_s: float) -> None:
         """All connections break, and come back; what it kept in memory is gone."""
-        self.is_up = False
-        self.buckets.clear()
-        self.starts += 1
+        self.is_up, self.stale, self.hangs_until_s = False, None, 0.0
+        self._starts += 1
+        if not self.routes:
+            self.bus.buckets.clear()
+            self.bus.losses += 1
+        for bucket in self.bus.buckets.values():
+            if bucket.leader is self:
+                self.bus.lead(bucket, None)
+            if not any(each.is_up for each in self.routes):
+                bucket.forget()
+        for route in self.routes.values():
+            route.break_off()
         for connection in list(self.connections.values()):
-            connection.break_off(back_after_s=down_s)
+            connection.break_off()
+        self.bus.expect_election()
+        life = self._starts
 
         def up() -> None:
-            self.is_up = True
+            self.is_up = self.is_up or self._starts == life
 
         self.world.after(down_s, up)
 
-
-class Connection:
-    """The server's side of one, and the wire between: what goes up and what goes down stays in order."""
-
-    def __init__(self, server: Server, process: Process, name: str, user: str) -> None:
-        self.server, self.process, self.world = server, process, process.world
-        self.name, self.user = name, user
-        self.id, self.is_open = 0, False
-        self.breaks = 0
-        """So often it broke off."""
-        self._life, self._cut_until_s = 0, 0.0
-        self._last_up_s = self._last_down_s = 0.0
-        process.on_death.append(self._on_death)
-        self.take: Callable[..., None] = lambda *_: None
-        """At the client: a message of a subscription."""
-        self.on_broken: Callable[[], None] = lambda: None
-        self.on_back: Callable[[], None] = lambda: None
-        server.all.append(self)
-
-    def up(self, action: Callable[[], object]) -> None:
-        """At the server, in order, if the connection lasts so long."""
-        life = self._life
-        self._last_up_s = self._due_s(self._last_up_s)
-        self.world.at(self._last_up_s, lambda: self._life == life and action())
-
-    def down(self, action: Callable[[], object], in_order: bool = True) -> None:
-        """At the client."""
-        life = self._life
-        due_s = self._due_s(self._last_down_s if in_order else 0.0)
-        if in_order:
-            self._last_down_s = due_s
-
-        def arrive() -> None:
-            if self._life == life and self.process.alive:
-                self.process.loop.call_from_outside(lambda: self._life == life and action())
-
-        self.world.at(due_s, arrive)
-
-    def _due_s(self, after_s: float) -> float:
-        now_s = self.world.now_s
-        return max(after_s + A_MOMENT_S, max(now_s, self._cut_until_s) + self.server.delay_s())
-
-    def open(self) -> None:
-        self.is_open = True
-        self._life += 1
-        self._last_up_s = self._last_down_s = self.world.now_s
-        self.server.enter(self)
-
-    def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            self._life += 1
-            self.server.leave(self)
-
-    def cut(self, for_s: float) -> None:
-        """Nothing goes through for so long; it breaks if that is noticed."""
-        if not self.is_open:
-            return
-        self._cut_until_s = max(self._cut_until_s, self.world.now_s + for_s)
-        if for_s > _DETECT_S:
-            life = self._life
-
-            def notice() -> None:
-                if self._life == life:
-                    self.break_off(back_after_s=for_s - _DETECT_S)
-
-            self.world.after(_DETECT_S, notice)
-
-    def break_off(self, back_after_s: float) -> None:
-        """What is under way is lost, both ways."""
-        if not self.is_open:
-            return
-        self.breaks += 1
-        self.close()
-        self.process.loop.call_from_outside(self.on_broken)
-        self.world.after(back_after_s + self.world.random.uniform(*_RECONNECT_S), self._again)
-
-    def _again(self) -> None:
-        if not self.process.alive or self.is_open:
-            return
-        if not self.server.is_up or self.process.frozen_until_s > self.world.now_s:
-            self.world.after(_RECONNECT_S[1], self._again)
-            return
-        self.process.loop.call_from_outside(self.on_back)
-
-    def _on_death(self) -> None:
-        """The system closes it; the server sees that at once."""
-        if self.is_open:
-            life = self._life
-            self.is_open = False
-
-            def gone() -> None:
-                if self._life == life:
-                    self._life += 1
-                    self.server.leave(self)
-
-            self.world.at(max(self.world.now_s, self._cut_until_s) + 0.001, gone)
+    def hang(self, for_s: float) -> None:
+        """What reaches it meanwhile it reads later, if its clients and the other servers wait so long."""
+        self.hangs_until_s = max(self.hangs_until_s, self.world.now_s + for_s)
+        for connection in self.connections.values():
+            connection.cut(for_s)
+        for route in self.routes.values():
+            route.cut(for_s)
+        self.bus.expect_election()
 
 
 def _matches(wanted: str, subject: str) -> bool:

@@ -21,6 +21,7 @@ from shared.messages.commands import SubmitSequence
 from shared.messages.lending import KvTier
 from shared.messages.reports import SequenceHandedOver
 from shared.messages.sequence import SequenceKey, SequenceRef
+from shared.shards import Shard
 from tests.simulation.clients import Clients, codec
 from tests.simulation.fleet import Fleet, SentBlocks
 from tests.simulation.world import Process
@@ -35,6 +36,8 @@ _LOOK_EVERY = 4
 """Turns of an engine's thread between two looks into its books."""
 _SHARDS_EVERY = 50
 """Events between two looks at who has which worker and which sequence."""
+_UNRENEWED_S = 16.0
+"""Nobody leads longer after having renewed the lease."""
 
 
 class Violation(Exception):
@@ -67,15 +70,17 @@ class Checks:
         self._events = 0
         self._last_worker_epochs: dict[Process, int] = {}
         self._holders: dict[str, tuple[LeaseHolder, float]] = {}
-        self._starts = 0
+        self._losses = self._last_revision = 0
         """Of each role, and when they showed last that they live."""
+        self._renewed_s: dict[tuple[str, str], float] = {}
+        """By role and scheduler."""
         self._checked_tokens: dict[tuple[Process, SequenceRef], int] = {}
         """Of each sequence at each worker, so many of its answer."""
         self._vocabulary = codec().vocab_size
         self._lease_ttl_s: float = fleet.shape.settings["scheduler"]["lease_ttl_s"]
         fleet.world.on_unhandled = self._on_unhandled
-        fleet.server.on_put = self._on_put
-        fleet.server.on_route = self._on_route
+        fleet.bus.on_put = self._on_put
+        fleet.bus.on_route = self._on_route
         self._is_sharded = fleet.shape.settings["scheduler"].get("shards", 1) > 1
         fleet.on_worker = self._watch
 
@@ -88,6 +93,8 @@ class Checks:
         if len(self._fleet.terms) > self._terms:
             self._check_terms()
         self._events += 1
+        if self._events % _SHARDS_EVERY == 0:
+            self._check_leases()
         if self._is_sharded and self._events % _SHARDS_EVERY == 0:
             self._check_shards()
 
@@ -259,6 +266,16 @@ class Checks:
                 raise Violation(f"{process.name} leads in epoch {term.epoch}, as {before.name} has")
         self._terms = len(self._fleet.terms)
 
+    def _check_leases(self) -> None:
+        """Raises Violation. Nobody leads for long without renewing the lease."""
+        for (role, name), renewed_s in self._renewed_s.items():
+            process = self._fleet.present[name]
+            service = self._fleet.schedulers.get(process) if process.alive else None
+            led = [] if service is None else [Shard(number).role for number in service._terms]
+            since_s = max(renewed_s, process.frozen_until_s, process.loop.strand.hangs_until_s)
+            if role in led and (unheld_s := self._fleet.world.now_s - since_s) > _UNRENEWED_S:
+                raise Violation(f"{name} leads, and has not renewed the lease of {role} for {unheld_s:.1f} s")
+
     def _check_shards(self) -> None:
         """Raises Violation. A shard plans its own workers, and keeps nothing that it has handed over."""
         latest = {term._shard: (process, term) for process, term in self._fleet.terms}
@@ -285,23 +302,29 @@ class Checks:
             if self._submitted.setdefault((spec.gateway_incarnation, spec.ref), shard) != shard:
                 self._found.append(f"{spec.ref} is submitted to two shards")
 
-    def _on_put(self, role: str, value: bytes) -> None:
-        """A lease is taken from nobody who lives, is heard, and has renewed it in time."""
+    def _on_put(self, role: str, value: bytes, revision: int) -> None:
+        """A lease is taken from nobody who lives, is heard, and has renewed it in time. A cluster's revisions
+        only grow."""
+        if revision <= self._last_revision and len(self._fleet.bus.servers) > 1:
+            self._found.append(f"revision {revision} of {role} comes after {self._last_revision}")
+        self._last_revision = revision
         try:
             holder = decode(value, LeaseHolder)
         except InvalidMessage:
             return
         now_s = self._fleet.world.now_s
         before, renewed_s = self._holders.get(role, (holder, now_s))
-        if self._starts != self._fleet.server.starts:  # it has forgotten who held what
-            self._starts, before = self._fleet.server.starts, holder
+        if self._losses != self._fleet.bus.losses:  # it has forgotten who held what
+            self._losses, before = self._fleet.bus.losses, holder
         self._holders[role] = holder, now_s
+        if holder.instance:
+            self._renewed_s[role, holder.instance] = now_s
         if not before.instance or before.instance == holder.instance or not holder.instance:
             return
         robbed, ago_s = self._fleet.present.get(before.instance), now_s - renewed_s
         if robbed is None or not robbed.alive or robbed.began_s > renewed_s:
             return
-        has_left = any(each.breaks for each in self._fleet.server.all if each.process is robbed)
+        has_left = any(each.breaks for each in self._fleet.bus.all if each.process is robbed)
         if not has_left and ago_s < self._lease_ttl_s / 2:
             self._found.append(
                 f"{holder.instance} takes {role} from {before.instance}, who renewed it {ago_s:.3f} s ago"

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import combinations
 
-from tests.simulation.bus import Noise
+from tests.simulation.bus import Noise, Server
 from tests.simulation.disk import Trouble
 from tests.simulation.fleet import Fleet
 from tests.simulation.schedules import Fault
@@ -58,10 +59,10 @@ def _hang(fleet: Fleet, fault: Fault, process: Process) -> None:
 
 
 def _cut(fleet: Fleet, fault: Fault, process: Process) -> None:
-    for connection in fleet.server.all:
+    for connection in fleet.bus.all:
         if connection.process is process:
             connection.cut(fault.for_s)
-    fleet.sockets.cut_until_s[process.name] = fleet.world.now_s + fault.for_s
+    fleet.bus.cut_until_s[process.name] = fleet.world.now_s + fault.for_s
 
 
 def _part(fleet: Fleet, fault: Fault) -> None:
@@ -73,9 +74,9 @@ def _part(fleet: Fleet, fault: Fault) -> None:
 
 
 def _reset(fleet: Fleet, fault: Fault, process: Process) -> None:
-    for connection in list(fleet.server.all):
+    for connection in list(fleet.bus.all):
         if connection.process is process:
-            connection.break_off(back_after_s=fault.for_s / 4)
+            connection.break_off(away_s=fault.for_s / 4)
 
 
 def _noise(fleet: Fleet, fault: Fault) -> None:
@@ -87,11 +88,11 @@ def _noise(fleet: Fleet, fault: Fault) -> None:
         overtaken=amount if kind in ("overtaken", "all") else 0.0,
         delay_s=amount if kind in ("delay", "all") else 0.0,
     )
-    fleet.server.noise = noise
+    fleet.bus.noise = noise
 
     def end() -> None:
-        if fleet.server.noise is noise:
-            fleet.server.noise = Noise()
+        if fleet.bus.noise is noise:
+            fleet.bus.noise = Noise()
 
     fleet.world.after(fault.for_s, end)
 
@@ -143,10 +144,43 @@ def _memory_worn(fleet: Fleet, fault: Fault) -> None:
     fleet.world.after(fault.for_s, lambda: fleet.worn_memory.pop(fault.target, None))
 
 
+def _bus_down(fleet: Fleet, fault: Fault) -> None:
+    """All servers."""
+    for server in fleet.bus.servers:
+        server.restart(min(fault.for_s, 2.0))
+
+
+def _server(act: Callable[[Fleet, Fault, Server], object]) -> Callable[[Fleet, Fault], None]:
+    """With its target, a nats-server."""
+
+    def carry_out(fleet: Fleet, fault: Fault) -> None:
+        act(fleet, fault, fleet.bus.home[fault.target])
+
+    return carry_out
+
+
+def _route_breaks(fleet: Fleet, fault: Fault, server: Server) -> None:
+    """To one of the others, mostly both ways."""
+    other = fleet.world.random.choice(list(server.routes))
+    server.routes[other].cut(fault.for_s, *fleet.world.random.choice(((), (), (server,), (other,))))
+
+
+def _no_majority(fleet: Fleet, fault: Fault) -> None:
+    """No two servers reach each other."""
+    for one, other in combinations(fleet.bus.servers, 2):
+        one.routes[other].cut(fault.for_s)
+
+
+def _host_is_lost(fleet: Fleet, fault: Fault, server: Server) -> None:
+    """By one or both of the others; it goes on by itself."""
+    for other in fleet.world.random.choice((list(server.routes), list(server.routes)[:1])):
+        fleet.bus.part(server, other, fault.for_s)
+
+
 def _skew(fleet: Fleet, fault: Fault) -> None:
     """That one speaks a later version: its messages have fields that nobody knows."""
     newer = fault.target
-    fleet.server.rewrite = lambda sender, data: from_the_future(data) if sender == newer else data
+    fleet.bus.rewrite = lambda sender, data: from_the_future(data) if sender == newer else data
 
 
 _CARRIED_OUT: dict[str, Callable[[Fleet, Fault], None]] = {
@@ -158,7 +192,12 @@ _CARRIED_OUT: dict[str, Callable[[Fleet, Fault], None]] = {
     "cut": _on(_cut),
     "part": _part,
     "reset": _on(_reset),
-    "bus down": lambda fleet, fault: fleet.server.restart(min(fault.for_s, 2.0)),
+    "bus down": _bus_down,
+    "server dies": _server(lambda fleet, fault, server: server.restart(fault.for_s)),
+    "server hangs": _server(lambda fleet, fault, server: server.hang(fault.for_s)),
+    "route breaks": _server(_route_breaks),
+    "no majority": _no_majority,
+    "host is lost": _server(_host_is_lost),
     "noise": _noise,
     "slow": _on(_slow),
     "slow all": _slow_all,

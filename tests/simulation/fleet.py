@@ -20,6 +20,7 @@ from services.predictor.config import PredictorConfig
 from services.scheduler import service as scheduler
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leader_term import Term
+from services.scheduler.service import SchedulerService
 from services.worker import neighbourhood
 from services.worker import service as worker
 from services.worker.config import WorkerConfig
@@ -35,7 +36,7 @@ from services.worker.service import Worker
 from shared.errors import UnavailableError
 from tests.simulation import http
 from tests.simulation.bulk import Sockets
-from tests.simulation.bus import Server
+from tests.simulation.bus import Bus
 from tests.simulation.disk import Disks
 from tests.simulation.patches import inhabited
 from tests.simulation.threads import strand
@@ -52,6 +53,8 @@ class Shape:
     gateways: int = 1
     schedulers: int = 1
     workers: int = 2
+    servers: int = 1
+    """Of NATS, each on a host of its own among which the processes are divided."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -171,7 +174,7 @@ class Fleet:
 
     def __init__(self, world: World, shape: Shape) -> None:
         self.world, self.shape = world, shape
-        self.server = Server(world)
+        self.bus = Bus(world, shape.servers)
         self.sockets = Sockets(world)
         self.disks = Disks(world)
         self.present: dict[str, Process] = {}
@@ -179,6 +182,7 @@ class Fleet:
         self.sessions: dict[Process, Sessions] = {}
         self.terms: list[tuple[Process, Term]] = []
         """In the order in which they began."""
+        self.schedulers: dict[Process, SchedulerService] = {}
         self.on_worker: Callable[[Process, Worker], object] = lambda process, worker: None
         self.loans: dict[Process, list[Loan]] = {}
         """Of workers' prefix caches, to what moves between workers."""
@@ -231,7 +235,11 @@ class Fleet:
     def _config(self, name: str) -> tuple[Any, Run]:
         service = name.split("-")[0]
         config_type, run = _SERVICES[service]
-        bus = {"user": name, "password": "secret"}
+        number, servers = self.shape.names.index(name), self.bus.servers
+        at = number % len(servers)
+        self.bus.home[name] = servers[at]
+        url = ",".join(each.url for each in (*servers[at:], *servers[:at]))
+        bus = {"user": name, "password": "secret", "url": url}
         given = {**_ALWAYS.get(service, {}), **self.shape.settings.get(service, {})}
         return config_type(instance=name, bus=bus, **given), run
 
@@ -275,6 +283,7 @@ class Fleet:
             patch.object(target, "DeviceShelf", self._device_shelf),
             patch.object(neighbourhood, "Keeper", self._keeper),
             patch.object(store, "PeerTier", partial(SentBlocks, self)),
+            patch.object(scheduler, "SchedulerService", watch(SchedulerService, self.schedulers.__setitem__)),
             patch.object(scheduler, "Term", watch(Term, lambda at, term: self.terms.append((at, term)))),
         ):
             yield

@@ -5,17 +5,21 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import ParseResult, urlparse
 
 import nats.errors
-import nats.js.errors
+from nats.aio.client import Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.js.api import StreamConfig
+from nats.js.api import StorageType, StreamConfig
 from nats.nuid import NUID
 
-from tests.simulation.bus import MOST_PAYLOAD_BYTES, Bucket, Connection, Interest, Server
+from shared.errors import BusUnavailable
+from tests.simulation.bus import MOST_PAYLOAD_BYTES, Bus, Interest, Server, Settle
 from tests.simulation.threads import strand
+from tests.simulation.wires import Connection
 from tests.simulation.world import Process
 
 Hook = Callable[[], Awaitable[None]]
@@ -28,7 +32,7 @@ class VirtualClient:
 
     def __init__(self) -> None:
         self._process = strand().process
-        self._server: Server = self._process.world.server
+        self._bus: Bus = self._process.world.bus
         self._nuid = NUID()
         self._subs: dict[int, Subscription] = {}
         self._sids = count(1)
@@ -36,25 +40,47 @@ class VirtualClient:
         self._unsent_bytes, self._pending_limit = 0, 0
         self.is_closed, self.is_draining = False, False
         self.is_reconnecting, self._transport = False, None
+        self._current_server: Srv | None = None
 
     @property
     def is_connected(self) -> bool:
         return self._wire.is_open
 
-    async def connect(self, url: str, **options: Any) -> None:
+    @property
+    def connected_url(self) -> ParseResult | None:
+        return self._current_server.uri if self._current_server and self.is_connected else None
+
+    @property
+    def _server_info(self) -> dict[str, str]:
+        return {"server_name": self._wire.server.name}
+
+    async def connect(self, urls: list[str], **options: Any) -> None:
         self._error_cb = options["error_cb"]
         self._disconnected_cb: Hook = options["disconnected_cb"]
         self._reconnected_cb: Hook = options["reconnected_cb"]
         self._closed_cb: Hook = options["closed_cb"]
         self._pending_limit = options["pending_size"]
-        self._wire = Connection(self._server, self._process, options["name"], options["user"] or "")
+        self._choose = options["reconnect_to_server_handler"]
+        self._most_s: float = options["connect_timeout"]
+        self._pool = [Srv(urlparse(url)) for url in urls]
+        self._wire = Connection(self._bus, self._process, options["name"], options["user"] or "")
         self._wire.take = self._take
         self._wire.on_broken = self._on_broken
-        self._wire.on_back = self._on_back
-        while not self._server.is_up:
+        at = count()
+        while not await self._dial(self._pool[next(at) % len(urls)]):
             await asyncio.sleep(0.05)
-        await asyncio.sleep(self._server.delay_s())
-        self._wire.open()
+
+    async def _dial(self, chosen: Srv) -> bool:
+        """Whether that server took the connection."""
+        self._current_server, server = chosen, self._bus.at(chosen.uri.geturl())
+        takes_s = self._wire.reach_s(server) if server.is_up else 0.0
+        await asyncio.sleep(min(takes_s, self._most_s))
+        if takes_s > self._most_s or not server.works or self.is_closed:
+            chosen.reconnects += 1
+            return False
+        chosen.reconnects = 0
+        self._wire.open(server)
+        return True
 
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
@@ -71,9 +97,10 @@ class VirtualClient:
         self._unsent.append((subject, payload, reply, headers))
 
     def _send(self, subject: str, payload: bytes, reply: str, headers: dict[str, str] | None) -> None:
-        server, wire = self._server, self._wire
-        data = server.rewrite(wire.user, payload)
-        wire.up(lambda: server.route(subject, data, reply, headers, wire))
+        wire = self._wire
+        data = self._bus.rewrite(wire.user, payload)
+        server = wire.server
+        wire.up(lambda: server.route(subject, data, reply, headers, wire), is_kept=True)
 
     async def subscribe(
         self, subject: str, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None, **_: Any
@@ -89,26 +116,31 @@ class VirtualClient:
 
     def _ask_for(self, sub: Subscription) -> None:
         if self._wire.is_open:
-            interest = Interest(self._wire, sub._id, sub._subject, sub._queue)
-            self._wire.up(lambda: self._server.add(interest))
+            server = self._wire.server
+            interest = Interest(server, self._wire, sub._id, sub._subject, sub._queue)
+            self._wire.up(lambda: server.add(interest))
 
     async def flush(self, timeout: float = 10.0) -> None:
         """There and back."""
-        asking = asyncio.ensure_future(self.round_trip(lambda: None))
+
+        def there(server: Server, settle: Settle) -> None:
+            settle(None, None)
+
+        asking = asyncio.ensure_future(self.round_trip(there))
         breaks = self._wire.breaks
         async with asyncio.timeout(timeout):
             while not asking.done():  # As nats-py: of a connection that broke, the next one's answer counts.
                 if self._wire.is_open and self._wire.breaks != breaks:
                     asking.cancel()
-                    breaks, asking = self._wire.breaks, asyncio.ensure_future(self.round_trip(lambda: None))
+                    breaks, asking = self._wire.breaks, asyncio.ensure_future(self.round_trip(there))
                 await asyncio.wait({asking}, timeout=0.1)
             await asking
 
     async def _flush_pending(self, force_flush: bool = False) -> None:
         await asyncio.sleep(0)
 
-    async def round_trip(self, ask: Callable[[], Any]) -> Any:
-        """What `ask` says at the server; never, if the connection does not last so long."""
+    async def round_trip(self, ask: Callable[[Server, Settle], object]) -> Any:
+        """What `ask` settles at the server; never, if the connection does not last so long."""
         if self.is_closed:
             raise nats.errors.ConnectionClosedError
         answer = asyncio.get_running_loop().create_future()
@@ -121,18 +153,21 @@ class VirtualClient:
             else:
                 answer.set_result(result)
 
-        def at_server() -> None:
-            try:
-                result = ask()
-            except Exception as error:
-                failure = error
-                self._wire.down(lambda: settle(None, failure))
-            else:
-                self._wire.down(lambda: settle(result, None))
+        wire, breaks = self._wire, self._wire.breaks
+        server = wire.server
 
-        if self._wire.is_open:
-            self._wire.up(at_server)
+        def tell(result: Any, error: Exception | None) -> None:
+            if wire.breaks == breaks:
+                wire.down(lambda: settle(result, error))
+
+        if wire.is_open:
+            wire.up(lambda: ask(server, tell), is_kept=True)
         return await answer
+
+    async def request(self, subject: str, timeout: float) -> None:
+        """The one that leases make without a reply's content: the bucket's leader steps down."""
+        name = subject.rpartition(".KV_")[2]
+        await self.jetstream(timeout).call(name, lambda server: server.step_down(name))
 
     async def close(self) -> None:
         if self.is_closed:
@@ -146,7 +181,7 @@ class VirtualClient:
 
     async def _send_unsubscribe(self, sid: int, limit: int = 0) -> None:
         if self._wire.is_open:
-            self._wire.up(lambda: self._server.remove(self._wire, sid))
+            self._wire.up(lambda: self._wire.server.remove(self._wire, sid))
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._subs.pop(sid, None)
@@ -164,22 +199,28 @@ class VirtualClient:
             Msg(_client=self, subject=subject, reply=reply, data=data, headers=headers, _sid=sid)  # type: ignore[arg-type]
         )
 
-    def _on_broken(self) -> None:
+    def _on_broken(self, away_s: float) -> None:
         if not self.is_closed:
             self.is_reconnecting = True
-            self._own(self._disconnected_cb())
+            self._own(self._reconnect(away_s))
 
-    def _on_back(self) -> None:
-        if self.is_closed or self._wire.is_open:
-            return
-        self._wire.open()
+    async def _reconnect(self, away_s: float) -> None:
+        await self._disconnected_cb()
+        await asyncio.sleep(away_s)
+        while True:
+            chosen, delay_s = self._choose(self._pool, self._server_info)
+            await asyncio.sleep(delay_s)
+            if self.is_closed:
+                return
+            if await self._dial(chosen):
+                break
         self.is_reconnecting = False
         for sub in self._subs.values():
             self._ask_for(sub)
         unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
         for message in unsent:
             self._send(*message)
-        self._own(self._reconnected_cb())
+        await self._reconnected_cb()
 
     def _own(self, work: Awaitable[None]) -> None:
         async def run() -> None:
@@ -201,53 +242,62 @@ class _JetStream:
         self._client, self._timeout_s = client, timeout_s
 
     async def key_value(self, bucket: str) -> "_KeyValue":
-        server = self._client._server
-        await self.call(lambda: server.bucket(bucket))
-        return _KeyValue(self, server, bucket)
+        await self.call(bucket, lambda server: server.bucket(bucket))
+        return _KeyValue(self, bucket)
+
+    async def stream_info(self, stream: str) -> Any:
+        name = stream.removeprefix("KV_")
+        leader = await self.call(name, lambda server: server.name)
+        return SimpleNamespace(cluster=SimpleNamespace(leader=leader))
 
     async def add_stream(self, config: StreamConfig) -> None:
         """A bucket, unless another process was faster."""
-        server, name = self._client._server, str(config.name).removeprefix("KV_")
-        await self.call(lambda: server.buckets.setdefault(name, Bucket(count(config.first_seq or 1))))
+        name, first = str(config.name).removeprefix("KV_"), config.first_seq or 1
+        in_files = config.storage is StorageType.FILE
+        await self.call(name, lambda server: server.make_bucket(name, first, in_files))
 
-    async def call(self, ask: Callable[[], Any]) -> Any:
+    async def call(self, name: str, ask: Callable[[Server], Any], is_write: bool = False) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._client.round_trip(ask)
+                return await self._client.round_trip(
+                    lambda server, settle: server.consult(name, ask, settle, is_write)
+                )
         except TimeoutError:
             raise nats.errors.TimeoutError from None
 
 
 class _KeyValue:
-    def __init__(self, context: _JetStream, server: Server, bucket: str) -> None:
-        self._context, self._server, self._bucket = context, server, bucket
+    def __init__(self, context: _JetStream, bucket: str) -> None:
+        self._context, self._bucket = context, bucket
 
     async def get(self, key: str) -> _Entry:
-        def read() -> _Entry:
-            found = self._server.bucket(self._bucket).values.get(key)
-            if found is None:
-                raise nats.js.errors.KeyNotFoundError
-            return _Entry(*found)
-
-        entry: _Entry = await self._context.call(read)
-        return entry
+        name = self._bucket
+        return _Entry(*await self._context.call(name, lambda server: server.get(name, key)))
 
     async def update(self, key: str, value: bytes, last: int) -> int:
-        revision: int = await self._context.call(lambda: self._server.put(self._bucket, key, value, last))
+        name = self._bucket
+        written = self._context.call(name, lambda server: server.put(name, key, value, last), is_write=True)
+        revision: int = await written
         return revision
 
 
 class ExpressSocket:
     """The socket below `shared.bus.express.Express`: the server's side of its few verbs."""
 
-    def __init__(self, process: Process, user: str) -> None:
-        self._wire = Connection(process.world.server, process, user, user)
+    def __init__(self, process: Process, user: str, url: str) -> None:
+        """Raises BusUnavailable."""
+        bus: Bus = process.world.bus
+        self._wire = Connection(bus, process, user, user)
         self._is_broken = False
         self._wire.on_broken = self._break
-        self._wire.on_back = lambda: None
-        self._wire.open()
+        if (
+            not (server := bus.at(url)).works
+            or bus.apart_until_s(process.name, server.name) > process.world.now_s
+        ):
+            raise BusUnavailable(f"no express connection to {url}")
+        self._wire.open(server)
 
-    def _break(self) -> None:
+    def _break(self, _: float) -> None:
         self._is_broken = True
 
     def setblocking(self, _: bool) -> None:
@@ -265,9 +315,9 @@ class ExpressSocket:
             if verb != b"PUB":
                 continue
             subject, size = words[0].decode(), int(words[-1])
-            payload = server.rewrite(wire.user, data[at : at + size])
+            payload = wire.bus.rewrite(wire.user, data[at : at + size])
             at += size + 2
-            wire.up(partial(server.route, subject, payload, sender=wire))
+            wire.up(partial(server.route, subject, payload, sender=wire), is_kept=True)
         return len(data)
 
     def recv(self, _: int) -> bytes:

@@ -164,7 +164,7 @@ def _with_sleep(init: Any) -> Any:
 
 
 def _express(config: Any, name: str, counters: Any) -> Express:
-    connection = ExpressSocket(threads.strand().process, name)
+    connection = ExpressSocket(threads.strand().process, name, config.url)
     return Express(connection, config, config.max_payload_bytes, counters)  # type: ignore[arg-type]
 
 

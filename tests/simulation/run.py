@@ -11,7 +11,7 @@ from tests.simulation.checks import ANSWERS_WITHIN_S, QUIET_WITHIN_S, Checks, Vi
 from tests.simulation.clients import Clients
 from tests.simulation.faults import arrange
 from tests.simulation.fleet import Fleet
-from tests.simulation.schedules import TROUBLE_ENDS_S, Schedule
+from tests.simulation.schedules import Schedule
 from tests.simulation.world import World
 
 
@@ -49,21 +49,21 @@ def _simulate(schedule: Schedule, trace: Callable[[str], object] | None) -> Verd
         arrange(fleet, schedule.faults)
         with _heard(checks):
             try:
-                _run(world, clients, checks)
+                _run(world, clients, checks, schedule.trouble_ends_s)
             except Violation as error:
                 violation = str(error)
     world.end()
     return Verdict(schedule.seed, world.digest, world.events, world.now_s - began_s, violation)
 
 
-def _run(world: World, clients: Clients, checks: Checks) -> None:
+def _run(world: World, clients: Clients, checks: Checks, trouble_ends_s: float) -> None:
     """Raises Violation."""
 
     world.after_event = checks.after_event
-    world.run_until(lambda: clients.are_done, TROUBLE_ENDS_S + ANSWERS_WITHIN_S)
+    world.run_until(lambda: clients.are_done, trouble_ends_s + ANSWERS_WITHIN_S)
     checks.check_answers()
     checks.check_over()
-    world.run_until(checks.is_quiet, TROUBLE_ENDS_S + QUIET_WITHIN_S)
+    world.run_until(checks.is_quiet, trouble_ends_s + QUIET_WITHIN_S)
     checks.check_quiet()
 
 

@@ -11,7 +11,7 @@ from tests.simulation.fleet import Shape
 
 QUESTIONS_BEGIN_S = 0.8
 TROUBLE_ENDS_S = 6.0
-"""From then on nothing goes wrong any more, but what lasts."""
+"""From then on nothing goes wrong any more, but what lasts, and servers without a majority."""
 _BLOCK_TOKENS = 16
 
 
@@ -51,6 +51,10 @@ class Schedule:
         own_tokens = _own_tokens(schedule.shape)
         marked = (replace(each, is_long=each.most_tokens > own_tokens) for each in schedule.questions)
         return replace(schedule, questions=tuple(marked))
+
+    @property
+    def trouble_ends_s(self) -> float:
+        return max(TROUBLE_ENDS_S, *(fault.at_s + fault.for_s for fault in self.faults), 0.0)
 
 
 def _own_tokens(shape: Shape) -> int:
@@ -231,6 +235,22 @@ def _shards(chance: random.Random, schedule: Schedule) -> Schedule:
     )
 
 
+def _servers(chance: random.Random, schedule: Schedule) -> Schedule:
+    """Three nats-servers. Some die or hang, or do not reach each other, while long answers run."""
+    targets = [f"nats-{chance.randrange(3)}" for _ in range(chance.randint(0, 4))]
+    kinds = ("server dies", "server hangs", "route breaks", "host is lost", "host is lost")
+    more = _some(chance, kinds, targets, (0.3, 1.0, 2.0, 4.0))
+    if chance.random() < 0.1:
+        more += (Fault(chance.uniform(0.9, 2.0), "no majority", for_s=chance.uniform(5.0, 25.0)),)
+    shape = replace(
+        schedule.shape, servers=3, schedulers=max(schedule.shape.schedulers, chance.choice((1, 2)))
+    )
+    questions = schedule.questions
+    if len(questions) < 10:  # as where processes hang
+        questions = tuple(_with_answer(question, 60) for question in questions)
+    return replace(schedule, shape=shape, questions=questions, faults=_in_order(schedule.faults + more))
+
+
 def _worn_disks(chance: random.Random, schedule: Schedule) -> Schedule:
     """What is asked was asked before, most of it has left memory for the disk, and disks flip bits."""
     shape = schedule.shape
@@ -333,6 +353,7 @@ _FOCI: dict[str, tuple[float, Callable[[random.Random, Schedule], Schedule]]] = 
     "keeping": (0.2, _keeping),
     "hangs": (0.2, _hangs),
     "shards": (0.3, _shards),
+    "servers": (0.3, _servers),
 }
 """Which share of seeds has it."""
 

@@ -12,9 +12,11 @@ import pytest
 from shared.bus.departures import GRACE_S
 from tests.simulation import __main__ as many
 from tests.simulation import planted
+from tests.simulation.bus import Bus, Server
 from tests.simulation.clients import Question
 from tests.simulation.run import simulate
 from tests.simulation.schedules import Fault, Schedule
+from tests.simulation.world import World
 from tests.tasks import ran
 
 _SOON, _MANY = 12, 10_000
@@ -37,6 +39,31 @@ def test_nothing_is_found_in_some_schedules() -> None:
 def test_what_some_of_10000_schedules_found_is_mended(seed: int) -> None:
     """A model's first report came after placement's tasks had ended. A client left between two writes."""
     assert simulate(Schedule.of(seed)).violation == ""
+
+
+def test_a_server_without_a_majority_writes_nothing() -> None:
+    """It goes on reading what it has, and never writes what it was asked for."""
+    bus = Bus(World(1), 3)
+    alone, *others = bus.servers
+    alone.make_bucket("leases", 1, in_files=True)
+    bus.buckets["leases"].leader = alone
+    for each in others:
+        bus.part(alone, each, 30.0)
+    written: list[str] = []
+
+    def write(server: Server) -> None:
+        server.consult("leases", lambda at: at.put("leases", server.name, b"", 0), note, is_write=True)
+
+    def note(revision: int | None, error: Exception | None) -> None:
+        written.append(repr(error or revision))
+
+    write(alone)
+    bus.world.run_until(lambda: False, 12.0)
+    assert written == [] and alone.stale == {} and bus.buckets["leases"].leader in others
+    write(others[0])
+    bus.world.run_until(lambda: False, 30.0)
+    assert written == ["1"] and list(bus.buckets["leases"].values) == [others[0].name]
+    assert alone.has_majority
 
 
 def test_equal_seeds_run_equally() -> None:

@@ -42,8 +42,8 @@ class World:
         self.events = 0
         self._hub = getcurrent()
         self._digest = blake2b(digest_size=16)
-        self.server: Any = None
-        """What stands in for nats-server."""
+        self.bus: Any = None
+        """What stands in for nats-servers."""
         self.on_unhandled: Callable[[Process, dict[str, Any]], object] = lambda process, context: None
         self.trace: Callable[[str], object] | None = None
         self.after_event: Callable[[], object] = lambda: None
