@@ -4,7 +4,7 @@ It also stands in for the live worker's speed meter: it reports prefill and deco
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -105,23 +105,28 @@ class WorkerMeter:
         if now_s >= self.warm_s:
             self.gaps[round(gap_s / GAP_S)] += count
 
-    def on_decode(self, held: Held, start_s: float, end_s: float, steps: int = 1) -> None:
-        """Add `steps` equal decode steps of one sequence."""
-        record = held.record
-        idle_s = start_s - held.ran_until_s
-        step_s = (end_s - start_s) / steps
-        self.note_gaps(end_s, start_s - held.token_s + step_s, 1)
-        if steps > 1:
-            self.note_gaps(end_s, step_s, steps - 1)
-        held.token_s = end_s
-        if not held.has_decoded:
-            held.has_decoded = True
-            record.gt_wait_s += idle_s
-        else:
-            record.preempted_s += idle_s
-            record.pauses += idle_s > 1e-9 and not held.was_evicted
-        record.decode_s += end_s - start_s
-        held.ran_until_s = end_s
+    def on_decodes(self, decodes: Sequence[Held], start_s: float, end_s: float, steps: int) -> None:
+        """Add `steps` equal decode steps of some sequences. A hot path."""
+        took_s = end_s - start_s
+        step_s = took_s / steps
+        direct = 0
+        for held in decodes:
+            record = held.record
+            if held.has_decoded and held.ran_until_s == start_s == held.token_s:
+                direct += 1
+            else:
+                idle_s = start_s - held.ran_until_s
+                self.note_gaps(end_s, start_s - held.token_s + step_s, 1)
+                if not held.has_decoded:
+                    held.has_decoded = True
+                    record.gt_wait_s += idle_s
+                else:
+                    record.preempted_s += idle_s
+                    record.pauses += idle_s > 1e-9 and not held.was_evicted
+            record.decode_s += took_s
+            held.ran_until_s = held.token_s = end_s
+        if gaps := direct + len(decodes) * (steps - 1):
+            self.note_gaps(end_s, step_s, gaps)
 
 
 def gap_quantile_s(meters: Iterable[WorkerMeter], share: float) -> float:
