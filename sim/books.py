@@ -5,15 +5,9 @@ only after the prefill, a block for every token, token budget and batch size. A 
 `PlanError`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.scheduler.policy.contract import (
-    PlannedBatch,
-    PlannedPrefill,
-    PolicySettings,
-    WorkerShape,
-)
+from services.scheduler.policy.contract import PlannedBatch, PlannedPrefill, PolicySettings, WorkerShape
 from shared.messages.sequence import SequenceKey
 from sim.requests import ServedRecord
 
@@ -81,9 +75,8 @@ class WorkerBooks:
 
     def _check_form(self, batch: PlannedBatch) -> None:
         keys = {item.key for item in batch.decodes}
-        if others := [*batch.preemptions, *batch.prefills]:
-            keys.update([item.key for item in others])
-        if len(keys) != len(others) + len(batch.decodes):
+        keys.update([item.key for part in (batch.preemptions, batch.prefills) for item in part])
+        if len(keys) != len(batch.preemptions) + len(batch.prefills) + len(batch.decodes):
             raise PlanError("a sequence is in two items of one plan")
         if batch.steps < 1:
             raise PlanError(f"a plan of {batch.steps} steps")
@@ -164,17 +157,6 @@ class WorkerBooks:
         self.computed_tokens += computed_tokens - held.computed_tokens
         held.computed_tokens = computed_tokens
         held.generated_tokens += new_tokens
-
-    def decode(self, decodes: Sequence[Held], steps: int) -> list[Held]:
-        """Count `steps` tokens of each sequence; return those that end with them. A hot path."""
-        ended = []
-        for held in decodes:
-            held.computed_tokens += steps
-            held.generated_tokens += steps
-            if held.generated_tokens == held.record.request.output_tokens:
-                ended.append(held)
-        self.computed_tokens += steps * len(decodes)
-        return ended
 
     def take(self, held: Held) -> None:
         """Add a sequence, new or from another worker."""

@@ -4,7 +4,7 @@ It also stands in for the live worker's speed meter: it reports prefill and deco
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -105,28 +105,16 @@ class WorkerMeter:
         if now_s >= self.warm_s:
             self.gaps[round(gap_s / GAP_S)] += count
 
-    def on_decodes(self, decodes: Sequence[Held], start_s: float, end_s: float, steps: int) -> None:
-        """Add `steps` equal decode steps of some sequences. A hot path."""
-        took_s = end_s - start_s
-        step_s = took_s / steps
-        direct = 0
-        for held in decodes:
-            record = held.record
-            if held.has_decoded and held.ran_until_s == start_s == held.token_s:
-                direct += 1
-            else:
-                idle_s = start_s - held.ran_until_s
-                self.note_gaps(end_s, start_s - held.token_s + step_s, 1)
-                if not held.has_decoded:
-                    held.has_decoded = True
-                    record.gt_wait_s += idle_s
-                else:
-                    record.preempted_s += idle_s
-                    record.pauses += idle_s > 1e-9 and not held.was_evicted
-            record.decode_s += took_s
-            held.ran_until_s = held.token_s = end_s
-        if gaps := direct + len(decodes) * (steps - 1):
-            self.note_gaps(end_s, step_s, gaps)
+    def on_resumed(self, held: Held, start_s: float, end_s: float, step_s: float) -> None:
+        """Charge the wait before a decode step that does not follow the sequence's last one directly."""
+        record, idle_s = held.record, start_s - held.ran_until_s
+        self.note_gaps(end_s, start_s - held.token_s + step_s, 1)
+        if not held.has_decoded:
+            held.has_decoded = True
+            record.gt_wait_s += idle_s
+        else:
+            record.preempted_s += idle_s
+            record.pauses += idle_s > 1e-9 and not held.was_evicted
 
 
 def gap_quantile_s(meters: Iterable[WorkerMeter], share: float) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 from services.placement.core.prefix_index import NOTHING, CachedTokens
 from services.placement.core.room_table import MANY_WORKERS, RoomRow, RoomTable, Shortlists
 from services.placement.core.speeds import PromptSpeeds, plain_tokens
-from services.placement.policy.contract import RankingPolicy, Room
+from services.placement.policy.contract import RankingPolicy, Room, is_ranking
 from shared.messages.commands import PlacementItem, WaitingAhead
 from shared.messages.sequence import SequenceKey
 from sim.books import spoken_for_blocks, uncomputed
@@ -60,9 +60,9 @@ class SimRooms:
     def of(self, ahead: WaitingAhead, requests: int) -> list[Room] | Shortlists:
         """Return the rooms for so many requests."""
         crowds = {crowd.worker_id: crowd.places for crowd in ahead.crowds}
-        roles, router = self._setup.roles, self._setup.router
-        if roles is None and len(self._workers) > MANY_WORKERS and isinstance(router, RankingPolicy):
-            return self._shortlists(ahead, crowds, requests, router)
+        roles = self._setup.roles
+        if roles is None and len(self._workers) > MANY_WORKERS and is_ranking(self._setup.router):
+            return self._shortlists(ahead, crowds, requests, self._setup.router)
         names = [name for name in ahead.only or self._names if name not in ahead.closed]
         names = [name for name in names if roles is None or roles.role_of(name).may_prefill]
         return [self._room(name, crowds.get(name, ahead.places), self._load(int(name))) for name in names]
@@ -112,7 +112,9 @@ class SimRooms:
         return () if self._prefixes is None or not names else self._prefixes.holders(names)
 
     def _load(self, index: int) -> _Load:
-        return self.free_blocks(index) * self._setup.shape.block_tokens, uncomputed(self._workers[index].books)
+        return self.free_blocks(index) * self._setup.shape.block_tokens, uncomputed(
+            self._workers[index].books
+        )
 
     def _room(self, name: str, places: int, load: _Load) -> Room:
         worker, shape = self._workers[int(name)], self._setup.shape

@@ -98,6 +98,8 @@ class SimWorker:
     _running: Running | None = None
     _stretch: Stretch | None = None
     _serial: int = 0
+    _is_left: bool = False
+    """A sequence is due to leave after the running step."""
     _cut: bool = False
     """The running plan ends with the current step, and the newest plan follows."""
 
@@ -250,7 +252,8 @@ class SimWorker:
         for held in ended:
             self.books.end(held)
             self.policy.on_ended(held.record.request.key, now_s, held.generated_tokens)
-        self._let_go(running, now_s)
+        if self._is_left:
+            self._let_go(running, now_s)
         running.steps_done += steps
         reported = running.steps_done if ended else running.reported_of(running.steps_done)
         running.steps_reported = reported
@@ -268,14 +271,34 @@ class SimWorker:
                 held.is_decoding, held.was_evicted = True, False
                 if held.remaining_tokens == 0:
                     ended.append(held)
-        self.meter.on_decodes(running.decodes, start_s, now_s, steps)
-        ended += self.books.decode(running.decodes, steps)
+        ended += self._decode(running.decodes, start_s, now_s, steps)
         for held in ended:
             held.record.end_s = now_s
         return ended
 
+    def _decode(self, decodes: Sequence[Held], start_s: float, end_s: float, steps: int) -> list[Held]:
+        """Count `steps` equal decode steps; return the sequences that end with them. A hot path."""
+        ended, resumed, took_s = [], 0, end_s - start_s
+        step_s = took_s / steps
+        for held in decodes:
+            record = held.record
+            if held.ran_until_s != start_s or not held.has_decoded:
+                self.meter.on_resumed(held, start_s, end_s, step_s)
+                resumed += 1
+            record.decode_s += took_s
+            held.ran_until_s = held.token_s = end_s
+            held.computed_tokens += steps
+            generated_tokens = held.generated_tokens = held.generated_tokens + steps
+            if generated_tokens == record.request.output_tokens:
+                ended.append(held)
+        self.books.computed_tokens += steps * len(decodes)
+        if gaps := steps * len(decodes) - resumed:
+            self.meter.note_gaps(end_s, step_s, gaps)
+        return ended
+
     def _let_go(self, running: Running, now_s: float) -> None:
         """Hand over the sequences that are due to leave after this step."""
+        self._is_left = False
         for held in [*(held for held, _ in running.prefills), *running.decodes]:
             if held.goes_to is not None and held.remaining_tokens > 0 and held.is_decoding:
                 self.hand_over(held, now_s)
@@ -309,7 +332,8 @@ class SimWorker:
         self._start_plan(now_s)
 
     def end_after_step(self, now_s: float) -> None:
-        """End the current stretch with the running step; its plan continues afterwards."""
+        """End the current stretch with the running step, so that a sequence can leave; its plan continues."""
+        self._is_left = True
         if self._stretch is not None:
             ends_s = self._stretch.ends_s
             self._stretch.ends_s = ends_s[: bisect_right(ends_s, now_s) + 1]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.placement.core.speeds import LEAST_ALONE
-from services.placement.policy.contract import Column, CostedPolicy, RankingPolicy, Room, RoomColumns
+from services.placement.policy.contract import Column, RankingPolicy, Room, RoomColumns, is_costed
 from shared.messages.commands import PlacementItem
 
 MANY_WORKERS = 16
@@ -130,7 +130,7 @@ class Shortlists:
         found = self._first(able, size)
         if len(able) < self._count:
             may_wait = np.flatnonzero(is_open & (self._places > 0))
-            if isinstance(self._policy, CostedPolicy):
+            if is_costed(self._policy):
                 found |= self._first(may_wait, size)
             else:
                 ranks = -(self._places * 2.0**40 + rooms.free_tokens)
@@ -146,7 +146,9 @@ class Shortlists:
         workers without measurements are judged by these."""
         if not len(rows):
             return set()
-        rooms = RoomColumns(*(column[rows] for column in self._columns))
+        rooms = self._columns
+        if len(rows) < len(self._table.names):
+            rooms = RoomColumns(*(column[rows] for column in rooms))
         steps_s = np.where(rooms.decode_step_s > 0, rooms.decode_step_s, np.inf)
         extremes = {int(rows[rooms.prefill_tokens_per_s.argmax()]), int(rows[steps_s.argmin()])}
         return extremes | self._lowest(rows, self._policy.ranks(size_tokens, rooms))
