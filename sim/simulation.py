@@ -283,7 +283,8 @@ class Simulation:
         after = worker.stretch_end()
         if after is not None:
             self._events.push(after[0], EventPriority.STEP, (self._on_stretch_end, (index, after[1])))
-        self._push_plan(index)
+        if len(self._queue) or worker.may_plan(self._events.now_s):
+            self._push_plan(index)
 
     def _find_prefix(self, index: int, held: Held) -> None:
         """At the start of a prefill, find the cached prefix: whole blocks, without the last token."""

@@ -130,6 +130,13 @@ class SimWorker:
             self._start_plan(now_s)
         return made
 
+    def may_plan(self, now_s: float) -> bool:
+        """Return False if `next_plans` would do nothing."""
+        if self._running is None or self.is_urgent:
+            return True
+        is_full = self._cut or len(self._plans) + 1 >= MAX_OUTSTANDING_PLANS
+        return not is_full and self._outstanding(now_s) < self._steps_ahead()
+
     def _outstanding(self, now_s: float) -> int:
         """Return the number of steps that have not been reported."""
         steps = sum([sent.batch.steps for sent in self._plans])
@@ -144,7 +151,7 @@ class SimWorker:
         """Whether every outstanding plan may end between any two steps."""
         if self._running is not None and not self._running.sent.batch.decodes_only:
             return False
-        return all([sent.batch.decodes_only for sent in self._plans])
+        return all(sent.batch.decodes_only for sent in self._plans)
 
     def _steps_ahead(self) -> int:
         return self._most_steps_ahead() if self.ahead_s and self._is_pliable else self.outstanding_steps

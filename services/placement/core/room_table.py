@@ -73,17 +73,19 @@ class RoomTable:
         return [self.row_of[name] for name in names if name in self.row_of]
 
     def columns(self, preceding_token_s: float, now_s: float | None = None) -> RoomColumns:
-        """Return copies of the columns. With `now_s`, prompt tokens count as computed since the report."""
+        """Return the columns; `free_tokens` and `pending_tokens` are copies. With `now_s`, prompt tokens count as
+        computed since the report."""
         free, total, sequences, pending, squares, reported_s, n, x, y, assumed, step_s, most, block = (
-            self._columns[:, : len(self.names)].copy()
+            self._columns[:, : len(self.names)]
         )
-        rate = np.divide(n, np.maximum(LEAST_ALONE * y, y - preceding_token_s * x), where=n > 0, out=n)
+        each_s = np.maximum(LEAST_ALONE * y, y - preceding_token_s * x)
+        rate = np.divide(n, each_s, where=n > 0, out=np.zeros(len(n)))
         share = preceding_token_s * rate
-        pending += share * squares
+        pending = pending + share * squares
         if now_s is not None:
             pending -= np.where(rate > 0, rate, assumed) * (now_s - reported_s)
         pending = np.maximum(0.0, pending)
-        return RoomColumns(free, total, sequences, pending, rate, step_s, share, most, block)
+        return RoomColumns(free.copy(), total, sequences, pending, rate, step_s, share, most, block)
 
 
 class Shortlists:
