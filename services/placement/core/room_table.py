@@ -73,8 +73,8 @@ class RoomTable:
         return [self.row_of[name] for name in names if name in self.row_of]
 
     def columns(self, preceding_token_s: float, now_s: float | None = None) -> RoomColumns:
-        """Return the columns; only `free_tokens` and `pending_tokens` may be changed. With `now_s`, prompt tokens
-        count as computed since the report."""
+        """Return the columns; only `free_tokens` and `pending_tokens` may be changed. With `now_s`, prompt
+        tokens count as computed since the report."""
         free, total, sequences, pending, squares, reported_s, n, x, y, assumed, step_s, most, block = (
             self._columns[:, : len(self.names)]
         )
