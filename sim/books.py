@@ -5,17 +5,9 @@ only after the prefill, a block for every token, token budget and batch size. A 
 `PlanError`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.placement.core.speeds import plain_tokens
-from services.scheduler.policy.contract import (
-    PlannedBatch,
-    PlannedDecode,
-    PlannedPrefill,
-    PolicySettings,
-    WorkerShape,
-)
+from services.scheduler.policy.contract import PlannedBatch, PlannedPrefill, PolicySettings, WorkerShape
 from shared.messages.sequence import SequenceKey
 from sim.requests import ServedRecord
 
@@ -76,22 +68,25 @@ class WorkerBooks:
             self._evict(preemption.key)
         over = self.over
         prefills = [(self._take_prefill(item), item) for item in batch.prefills if item.key not in over]
-        decodes = [self._take_decode(item, batch.steps) for item in batch.decodes if item.key not in over]
+        decodes = self._take_decodes(batch)
         if self.allocated_blocks > self.shape.capacity_blocks:
             raise PlanError(f"{self.allocated_blocks} blocks given out of {self.shape.capacity_blocks}")
         return prefills, decodes
 
     def _check_form(self, batch: PlannedBatch) -> None:
-        items = [item.key for part in (batch.preemptions, batch.prefills, batch.decodes) for item in part]
-        if len(set(items)) != len(items):
+        keys = {item.key for item in batch.decodes}
+        keys.update([item.key for part in (batch.preemptions, batch.prefills) for item in part])
+        if len(keys) != len(batch.preemptions) + len(batch.prefills) + len(batch.decodes):
             raise PlanError("a sequence is in two items of one plan")
         if batch.steps < 1:
             raise PlanError(f"a plan of {batch.steps} steps")
         if len(batch.prefills) + len(batch.decodes) > self.settings.max_batch_sequences:
             raise PlanError(f"{len(batch.prefills)} prefills and {len(batch.decodes)} decodes in one batch")
+        if not batch.prefills:
+            return
         chunks = [item.end_token - item.first_token for item in batch.prefills]
         is_whole_prompt = not self.settings.chunked_prefill and len(chunks) == 1
-        if sum(chunks) + len(batch.decodes) > self.settings.token_budget and chunks and not is_whole_prompt:
+        if sum(chunks) + len(batch.decodes) > self.settings.token_budget and not is_whole_prompt:
             raise PlanError(
                 f"{sum(chunks)} + {len(batch.decodes)} tokens, budget {self.settings.token_budget}"
             )
@@ -122,15 +117,25 @@ class WorkerBooks:
         self._allocate(held, item.allocated_blocks, item.end_token)
         return held
 
-    def _take_decode(self, item: PlannedDecode, steps: int) -> Held:
-        held = self._find(item.key)
-        if not held.is_decoding:
-            raise PlanError(f"{item.key}: decoded before its prefill is over")
-        left = held.record.request.max_tokens - held.generated_tokens
-        if item.tokens != min(steps, left):
-            raise PlanError(f"{item.key}: {item.tokens} tokens in {steps} steps, {left} to its limit")
-        self._allocate(held, item.allocated_blocks, held.computed_tokens + item.tokens)
-        return held
+    def _take_decodes(self, batch: PlannedBatch) -> list[Held]:
+        """A hot path: the inline check of blocks is `_allocate`'s where nothing grows."""
+        found, steps, size, all_held = [], batch.steps, self.shape.block_tokens, self.held
+        for item in batch.decodes:
+            key, tokens, blocks = item.key, item.tokens, item.allocated_blocks
+            held = all_held.get(key)
+            if held is None:
+                if key in self.over:
+                    continue
+                held = self._find(key)
+            if not held.is_decoding:
+                raise PlanError(f"{key}: decoded before its prefill is over")
+            left = held.record.request.max_tokens - held.generated_tokens
+            if tokens != (steps if steps < left else left):
+                raise PlanError(f"{key}: {tokens} tokens in {steps} steps, {left} to its limit")
+            if blocks != held.allocated_blocks or blocks * size < held.computed_tokens + tokens:
+                self._allocate(held, blocks, held.computed_tokens + tokens)
+            found.append(held)
+        return found
 
     def _evict(self, key: SequenceKey) -> None:
         if key in self.over:
@@ -175,9 +180,12 @@ class WorkerBooks:
 
 def spoken_for_blocks(books: WorkerBooks, block_tokens: int) -> int:
     """Return the blocks that the worker's sequences have, or need at least."""
-    return sum(
-        max(held.allocated_blocks, -(-held.prefill_tokens // block_tokens)) for held in books.held.values()
-    )
+    total = 0
+    for held in books.held.values():  # a hot path
+        needed = -(-(held.record.request.prompt_tokens + held.generated_tokens) // block_tokens)
+        allocated = held.allocated_blocks
+        total += allocated if allocated > needed else needed
+    return total
 
 
 def pending(books: WorkerBooks) -> int:
@@ -186,22 +194,10 @@ def pending(books: WorkerBooks) -> int:
     return sum(max(0, each.prefill_tokens - max(each.computed_tokens, each.cached_tokens)) for each in held)
 
 
-def plain_pending(books: WorkerBooks, preceding_share: float) -> float:
-    """Return the same weighted by position, without the expected cache hits of sequences not yet begun."""
-    total = 0.0
-    for first, end in _uncomputed(books):
-        total += plain_tokens(first, end, preceding_share)
-    return total
-
-
-def pending_sums(books: WorkerBooks) -> tuple[int, float]:
-    """Return the tokens that `plain_pending` weighs, and the sum of the numbers of tokens before each."""
-    parts = [(end - first, (end - first) * (first + end) / 2) for first, end in _uncomputed(books)]
-    return sum(tokens for tokens, _ in parts), sum(square for _, square in parts)
-
-
-def _uncomputed(books: WorkerBooks) -> Iterator[tuple[int, int]]:
-    """Yield the range of prompt tokens to compute of each sequence that has some."""
+def uncomputed(books: WorkerBooks) -> list[tuple[int, int]]:
+    """Return the range of prompt tokens to compute of each sequence that has some, without the expected cache
+    hits of sequences not yet begun."""
+    found = []
     for held in books.held.values():
         if held.is_decoding:
             continue
@@ -209,4 +205,5 @@ def _uncomputed(books: WorkerBooks) -> Iterator[tuple[int, int]]:
         if first == 0:
             first = min(held.record.expected_tokens, end - 1)
         if first < end:
-            yield first, end
+            found.append((first, end))
+    return found

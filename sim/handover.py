@@ -50,6 +50,8 @@ class HandoverTransfers:
 
     def promised_blocks(self, target: int, block_tokens: int) -> int:
         """Return the blocks that transfers to `target` will need."""
+        if not self.under_way:
+            return 0
         return sum(
             -(-(one.held.prefill_tokens + 1) // block_tokens)
             for one in self.under_way.values()

@@ -105,23 +105,16 @@ class WorkerMeter:
         if now_s >= self.warm_s:
             self.gaps[round(gap_s / GAP_S)] += count
 
-    def on_decode(self, held: Held, start_s: float, end_s: float, steps: int = 1) -> None:
-        """Add `steps` equal decode steps of one sequence."""
-        record = held.record
-        idle_s = start_s - held.ran_until_s
-        step_s = (end_s - start_s) / steps
+    def on_resumed(self, held: Held, start_s: float, end_s: float, step_s: float) -> None:
+        """Charge the wait before a decode step that does not follow the sequence's last one directly."""
+        record, idle_s = held.record, start_s - held.ran_until_s
         self.note_gaps(end_s, start_s - held.token_s + step_s, 1)
-        if steps > 1:
-            self.note_gaps(end_s, step_s, steps - 1)
-        held.token_s = end_s
         if not held.has_decoded:
             held.has_decoded = True
             record.gt_wait_s += idle_s
         else:
             record.preempted_s += idle_s
             record.pauses += idle_s > 1e-9 and not held.was_evicted
-        record.decode_s += end_s - start_s
-        held.ran_until_s = end_s
 
 
 def gap_quantile_s(meters: Iterable[WorkerMeter], share: float) -> float:

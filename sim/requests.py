@@ -3,7 +3,7 @@
 Only the oracle predictor may show `output_tokens` to a policy.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.blocks import BlockHash
 from shared.messages.sequence import NOBODY, SequenceKey, Tenant
@@ -23,6 +23,7 @@ class SimRequest:
     tenant: Tenant = NOBODY
     names: tuple[BlockHash, ...] = ()
     """Names of the prompt's whole blocks, if the trace has them; equal prefixes have equal names."""
+    key: SequenceKey = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not 1 <= self.output_tokens <= self.max_tokens:
@@ -30,10 +31,7 @@ class SimRequest:
                 f"request {self.index}: prompt of {self.prompt_tokens} tokens, answer of "
                 f"{self.output_tokens}, limit {self.max_tokens}; write prompt >= 1 and 1 <= answer <= limit"
             )
-
-    @property
-    def key(self) -> SequenceKey:
-        return (f"{self.index:08d}", 0)
+        object.__setattr__(self, "key", (f"{self.index:08d}", 0))
 
 
 @dataclass(slots=True)

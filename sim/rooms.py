@@ -1,18 +1,17 @@
 """Rooms of the simulated workers, as placement sees them: all of a small fleet, shortlists of a large one."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from services.placement.core.prefix_index import NOTHING, CachedTokens
 from services.placement.core.room_table import MANY_WORKERS, RoomRow, RoomTable, Shortlists
-from services.placement.core.speeds import PromptSpeeds
-from services.placement.policy.contract import RankingPolicy, Room
+from services.placement.core.speeds import PromptSpeeds, plain_tokens
+from services.placement.policy.contract import RankingPolicy, Room, is_ranking
 from shared.messages.commands import PlacementItem, WaitingAhead
 from shared.messages.sequence import SequenceKey
-from sim.books import pending_sums, plain_pending, spoken_for_blocks
+from sim.books import spoken_for_blocks, uncomputed
 from sim.events import EventQueue
 from sim.handover import HandoverTransfers
 from sim.prefixes import SimPrefixes
@@ -21,6 +20,8 @@ from sim.setup import Setup
 from sim.worker import SimWorker
 
 _NO_LIMIT = 1 << 62
+_Load = tuple[int, list[tuple[int, int]]]
+"""A worker's free tokens, and its ranges of prompt tokens to compute (`uncomputed`)."""
 
 
 class SimRooms:
@@ -42,6 +43,8 @@ class SimRooms:
         self._table = RoomTable()
         self._changed = dict.fromkeys(range(len(workers)))
         """Workers whose rows in `_table` are not up to date."""
+        self._loads: dict[str, _Load] = {}
+        """The load of each row."""
 
     def note_change(self, index: int) -> None:
         """Note that a worker's sequences or memory changed."""
@@ -57,12 +60,12 @@ class SimRooms:
     def of(self, ahead: WaitingAhead, requests: int) -> list[Room] | Shortlists:
         """Return the rooms for so many requests."""
         crowds = {crowd.worker_id: crowd.places for crowd in ahead.crowds}
-        roles, router = self._setup.roles, self._setup.router
-        if roles is None and len(self._workers) > MANY_WORKERS and isinstance(router, RankingPolicy):
-            return self._shortlists(ahead, crowds, requests, router)
+        roles = self._setup.roles
+        if roles is None and len(self._workers) > MANY_WORKERS and is_ranking(self._setup.router):
+            return self._shortlists(ahead, crowds, requests, self._setup.router)
         names = [name for name in ahead.only or self._names if name not in ahead.closed]
         names = [name for name in names if roles is None or roles.role_of(name).may_prefill]
-        return [self._room(name, crowds.get(name, ahead.places)) for name in names]
+        return [self._room(name, crowds.get(name, ahead.places), self._load(int(name))) for name in names]
 
     def _shortlists(
         self, ahead: WaitingAhead, crowds: dict[str, int], requests: int, router: RankingPolicy
@@ -77,7 +80,7 @@ class SimRooms:
             self._table,
             self._table.columns(self._speeds.preceding_token_s),
             router,
-            cache(lambda name: self._room(name, crowds.get(name, ahead.places))),
+            lambda name: self._room(name, crowds.get(name, ahead.places), self._loads[name]),
             self._holders,
             requests=requests,
             places=places,
@@ -88,14 +91,13 @@ class SimRooms:
     def _row(self, index: int) -> RoomRow:
         meter, shape, name = self._workers[index].meter, self._setup.shape, self._names[index]
         self._speeds.on_measured(name, meter.prefill_tokens_per_s, meter.prefill_context_tokens)
-        books = self._workers[index].books
-        pending, squares = pending_sums(books)
+        free_tokens, parts = self._loads[name] = self._load(index)
         return RoomRow(
-            free=self.free_blocks(index) * shape.block_tokens,
+            free=free_tokens,
             total=shape.capacity_blocks * shape.block_tokens,
-            sequences=len(books.held),
-            pending=pending,
-            pending_squares=squares,
+            sequences=len(self._workers[index].books.held),
+            pending=sum([end - first for first, end in parts]),
+            pending_squares=sum([(end - first) * (first + end) / 2 for first, end in parts]),
             reported_s=0.0,
             fit=self._speeds.sums(name),
             assumed_tokens_per_s=0.0,
@@ -109,18 +111,23 @@ class SimRooms:
         names = self._records[item.ref.key].request.names
         return () if self._prefixes is None or not names else self._prefixes.holders(names)
 
-    def _room(self, name: str, places: int) -> Room:
+    def _load(self, index: int) -> _Load:
+        return self.free_blocks(index) * self._setup.shape.block_tokens, uncomputed(
+            self._workers[index].books
+        )
+
+    def _room(self, name: str, places: int, load: _Load) -> Room:
         worker, shape = self._workers[int(name)], self._setup.shape
-        meter, speeds = worker.meter, self._speeds
+        meter, speeds, (free_tokens, parts) = worker.meter, self._speeds, load
         speeds.on_measured(name, meter.prefill_tokens_per_s, meter.prefill_context_tokens)
         rate = speeds.alone(name)
         share = speeds.preceding_token_s * rate
         return Room(
             worker_id=name,
-            free_tokens=self.free_blocks(int(name)) * shape.block_tokens,
+            free_tokens=free_tokens,
             total_tokens=shape.capacity_blocks * shape.block_tokens,
             sequences=len(worker.books.held),
-            pending_tokens=plain_pending(worker.books, share),
+            pending_tokens=sum([plain_tokens(first, end, share) for first, end in parts], 0.0),
             prefill_tokens_per_s=rate,
             decode_step_s=worker.meter.decode_step_s,
             preceding_share=share,

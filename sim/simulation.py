@@ -171,6 +171,8 @@ class Simulation:
         """Place queued requests at workers until none fits, with the live scheduler's questions to
         placement."""
         self._settle_roles()
+        if not len(self._queue):
+            return
         is_over = False
         while not is_over and len(self._queue) and (keys := self._queue.next(PLACEMENT_BATCH)):
             ahead = self._feed.ahead(self._queue.rank(keys[0]))
@@ -265,7 +267,7 @@ class Simulation:
         if not worker.is_current(serial):
             return
         running = list(worker.books.held.values()) if self._prefixes is not None else []
-        began_s, chunks = worker.chunks()
+        began_s, chunks = worker.chunks() if self._setup.roles is not None else (0.0, [])
         ended = worker.advance(self._events.now_s)
         self._rooms.note_change(index)
         for held in running:
@@ -281,7 +283,8 @@ class Simulation:
         after = worker.stretch_end()
         if after is not None:
             self._events.push(after[0], EventPriority.STEP, (self._on_stretch_end, (index, after[1])))
-        self._push_plan(index)
+        if len(self._queue) or worker.may_plan(self._events.now_s):
+            self._push_plan(index)
 
     def _find_prefix(self, index: int, held: Held) -> None:
         """At the start of a prefill, find the cached prefix: whole blocks, without the last token."""
@@ -317,8 +320,8 @@ class Simulation:
 
     def _settle_roles(self) -> None:
         """Update roles once per `ROLES_EPOCH_S`."""
-        roles, now_s = self._setup.roles, self._events.now_s
-        if roles is None or now_s < self._epoch_s:
+        roles = self._setup.roles
+        if roles is None or (now_s := self._events.now_s) < self._epoch_s:
             return
         self._epoch_s = now_s + ROLES_EPOCH_S
         waiting_tokens = sum(task.prompt_tokens for task in self._tasks.values())

@@ -98,6 +98,8 @@ class SimWorker:
     _running: Running | None = None
     _stretch: Stretch | None = None
     _serial: int = 0
+    _is_left: bool = False
+    """A sequence is due to leave after the running step."""
     _cut: bool = False
     """The running plan ends with the current step, and the newest plan follows."""
 
@@ -128,9 +130,16 @@ class SimWorker:
             self._start_plan(now_s)
         return made
 
+    def may_plan(self, now_s: float) -> bool:
+        """Return False if `next_plans` would do nothing."""
+        if self._running is None or self.is_urgent:
+            return True
+        is_full = self._cut or len(self._plans) + 1 >= MAX_OUTSTANDING_PLANS
+        return not is_full and self._outstanding(now_s) < self._steps_ahead()
+
     def _outstanding(self, now_s: float) -> int:
         """Return the number of steps that have not been reported."""
-        steps = sum(sent.batch.steps for sent in self._plans)
+        steps = sum([sent.batch.steps for sent in self._plans])
         running, stretch = self._running, self._stretch
         if running is not None and stretch is not None:
             done = running.steps_done + bisect_right(stretch.ends_s, now_s)
@@ -140,15 +149,16 @@ class SimWorker:
     @property
     def _is_pliable(self) -> bool:
         """Whether every outstanding plan may end between any two steps."""
-        batches = [*(sent.batch for sent in self._plans), *([self._running.batch] if self._running else [])]
-        return all(batch.decodes_only for batch in batches)
+        if self._running is not None and not self._running.sent.batch.decodes_only:
+            return False
+        return all(sent.batch.decodes_only for sent in self._plans)
 
     def _steps_ahead(self) -> int:
-        return self._most_steps_ahead() if self._is_pliable else self.outstanding_steps
+        return self._most_steps_ahead() if self.ahead_s and self._is_pliable else self.outstanding_steps
 
     def _most_steps_ahead(self) -> int:
         step_s = self.meter.told_decode_step_s
-        if step_s <= 0:
+        if step_s <= 0 or not self.ahead_s:
             return self.outstanding_steps
         most = min(self.books.settings.max_steps, ceil(self.ahead_s / step_s))
         return max(self.outstanding_steps, most)
@@ -186,16 +196,16 @@ class SimWorker:
         running = self._running
         assert running is not None
         due = running.sent.report_at if running.steps_done < running.sent.report_at else running.batch.steps
+        decodes, step_s = running.decodes, self.cost.step_s
         steps = 1
         if not running.prefills and not (running.has_skips and running.steps_done == 0):
-            steps = min(due - running.steps_done, *(held.remaining_tokens for held in running.decodes))
+            left = [held.record.request.output_tokens - held.generated_tokens for held in decodes]
+            steps = min(due - running.steps_done, *left)
         parts = [(_begins(held, item), item.end_token) for held, item in running.prefills]
         chunks, count, context_tokens = split_singles(parts)
-        count += len(running.decodes)
-        context_tokens += sum(held.computed_tokens for held in running.decodes) + len(running.decodes)
-        durations_s = [
-            self.cost.step_s(chunks, count, context_tokens + step * count) for step in range(steps)
-        ]
+        count += len(decodes)
+        context_tokens += sum([held.computed_tokens for held in decodes]) + len(decodes)
+        durations_s = [step_s(chunks, count, context_tokens + step * count) for step in range(steps)]
         if self.cores is not None:
             ends_s = self.cores.ends_s(self.number, durations_s, now_s)
         elif self.followed_s:
@@ -249,12 +259,13 @@ class SimWorker:
         for held in ended:
             self.books.end(held)
             self.policy.on_ended(held.record.request.key, now_s, held.generated_tokens)
-        self._let_go(running, now_s)
+        if self._is_left:
+            self._let_go(running, now_s)
         running.steps_done += steps
         reported = running.steps_done if ended else running.reported_of(running.steps_done)
         running.steps_reported = reported
         self.meter.tell(self.policy, now_s)
-        self._after_stretch(running, now_s)
+        self._after_stretch(running, bool(ended), now_s)
         return ended
 
     def _account(self, running: Running, start_s: float, now_s: float, steps: int) -> list[Held]:
@@ -267,17 +278,34 @@ class SimWorker:
                 held.is_decoding, held.was_evicted = True, False
                 if held.remaining_tokens == 0:
                     ended.append(held)
-        for held in running.decodes:
-            self.meter.on_decode(held, start_s, now_s, steps)
-            self.books.compute(held, held.computed_tokens + steps, steps)
-            if held.remaining_tokens == 0:
-                ended.append(held)
+        ended += self._decode(running.decodes, start_s, now_s, steps)
         for held in ended:
             held.record.end_s = now_s
         return ended
 
+    def _decode(self, decodes: Sequence[Held], start_s: float, end_s: float, steps: int) -> list[Held]:
+        """Count `steps` equal decode steps; return the sequences that end with them. A hot path."""
+        ended, resumed, took_s = [], 0, end_s - start_s
+        step_s = took_s / steps
+        for held in decodes:
+            record = held.record
+            if held.ran_until_s != start_s or not held.has_decoded:
+                self.meter.on_resumed(held, start_s, end_s, step_s)
+                resumed += 1
+            record.decode_s += took_s
+            held.ran_until_s = held.token_s = end_s
+            held.computed_tokens += steps
+            generated_tokens = held.generated_tokens = held.generated_tokens + steps
+            if generated_tokens == record.request.output_tokens:
+                ended.append(held)
+        self.books.computed_tokens += steps * len(decodes)
+        if gaps := steps * len(decodes) - resumed:
+            self.meter.note_gaps(end_s, step_s, gaps)
+        return ended
+
     def _let_go(self, running: Running, now_s: float) -> None:
         """Hand over the sequences that are due to leave after this step."""
+        self._is_left = False
         for held in [*(held for held, _ in running.prefills), *running.decodes]:
             if held.goes_to is not None and held.remaining_tokens > 0 and held.is_decoding:
                 self.hand_over(held, now_s)
@@ -296,10 +324,11 @@ class SimWorker:
         running = self._running
         return running is None or held not in running.decodes or bool(running.prefills)
 
-    def _after_stretch(self, running: Running, now_s: float) -> None:
+    def _after_stretch(self, running: Running, ended: bool, now_s: float) -> None:
         """Continue this plan or start the next one. Only a plan's first step has prefills."""
         running.prefills = []
-        running.decodes = [held for held in running.decodes if held.remaining_tokens > 0]
+        if ended:
+            running.decodes = [held for held in running.decodes if held.remaining_tokens > 0]
         self._stretch = None
         if self._cut:
             self._report_cut(running, now_s)
@@ -310,7 +339,8 @@ class SimWorker:
         self._start_plan(now_s)
 
     def end_after_step(self, now_s: float) -> None:
-        """End the current stretch with the running step; its plan continues afterwards."""
+        """End the current stretch with the running step, so that a sequence can leave; its plan continues."""
+        self._is_left = True
         if self._stretch is not None:
             ends_s = self._stretch.ends_s
             self._stretch.ends_s = ends_s[: bisect_right(ends_s, now_s) + 1]

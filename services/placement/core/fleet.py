@@ -15,7 +15,7 @@ from services.placement.core.prefix_index import CachedTokens, PrefixIndex
 from services.placement.core.room_table import MANY_WORKERS, RoomRow, RoomTable, Shortlists
 from services.placement.core.seats import SeatChoice, fits, seat
 from services.placement.core.speeds import PromptSpeeds, plain_tokens
-from services.placement.policy.contract import CostedPolicy, PlacementPolicy, RankingPolicy, Room
+from services.placement.policy.contract import CostedPolicy, PlacementPolicy, RankingPolicy, Room, is_ranking
 from shared.liveness import Liveness
 from shared.messages.commands import NOBODY_AHEAD, Crowd, PlacementItem, WaitingAhead
 from shared.messages.plans import WorkerStepped
@@ -264,7 +264,7 @@ class FleetCapacity:
         if self._rank is not ORDERS["policy"]:
             rooms = self._rooms(closed, ahead, now_s)
             order = self._arranged(items, rooms, now_s)
-        elif len(self.workers) > MANY_WORKERS and isinstance(policy, RankingPolicy):
+        elif len(self.workers) > MANY_WORKERS and is_ranking(policy):
             rooms = self._shortlists(len(items), closed, policy, ahead, now_s)
         else:
             rooms = self._rooms(closed, ahead, now_s)

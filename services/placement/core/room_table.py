@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.placement.core.speeds import LEAST_ALONE
-from services.placement.policy.contract import Column, CostedPolicy, RankingPolicy, Room, RoomColumns
+from services.placement.policy.contract import Column, RankingPolicy, Room, RoomColumns, is_costed
 from shared.messages.commands import PlacementItem
 
 MANY_WORKERS = 16
@@ -73,17 +73,19 @@ class RoomTable:
         return [self.row_of[name] for name in names if name in self.row_of]
 
     def columns(self, preceding_token_s: float, now_s: float | None = None) -> RoomColumns:
-        """Return copies of the columns. With `now_s`, prompt tokens count as computed since the report."""
+        """Return the columns; only `free_tokens` and `pending_tokens` may be changed. With `now_s`, prompt
+        tokens count as computed since the report."""
         free, total, sequences, pending, squares, reported_s, n, x, y, assumed, step_s, most, block = (
-            self._columns[:, : len(self.names)].copy()
+            self._columns[:, : len(self.names)]
         )
-        rate = np.divide(n, np.maximum(LEAST_ALONE * y, y - preceding_token_s * x), where=n > 0, out=n)
+        each_s = np.maximum(LEAST_ALONE * y, y - preceding_token_s * x)
+        rate = np.divide(n, each_s, where=n > 0, out=np.zeros(len(n)))
         share = preceding_token_s * rate
-        pending += share * squares
+        pending = pending + share * squares
         if now_s is not None:
             pending -= np.where(rate > 0, rate, assumed) * (now_s - reported_s)
         pending = np.maximum(0.0, pending)
-        return RoomColumns(free, total, sequences, pending, rate, step_s, share, most, block)
+        return RoomColumns(free.copy(), total, sequences, pending, rate, step_s, share, most, block)
 
 
 class Shortlists:
@@ -130,7 +132,7 @@ class Shortlists:
         found = self._first(able, size)
         if len(able) < self._count:
             may_wait = np.flatnonzero(is_open & (self._places > 0))
-            if isinstance(self._policy, CostedPolicy):
+            if is_costed(self._policy):
                 found |= self._first(may_wait, size)
             else:
                 ranks = -(self._places * 2.0**40 + rooms.free_tokens)
@@ -146,7 +148,9 @@ class Shortlists:
         workers without measurements are judged by these."""
         if not len(rows):
             return set()
-        rooms = RoomColumns(*(column[rows] for column in self._columns))
+        rooms = self._columns
+        if len(rows) < len(self._table.names):
+            rooms = RoomColumns(*(column[rows] for column in rooms))
         steps_s = np.where(rooms.decode_step_s > 0, rooms.decode_step_s, np.inf)
         extremes = {int(rows[rooms.prefill_tokens_per_s.argmax()]), int(rows[steps_s.argmin()])}
         return extremes | self._lowest(rows, self._policy.ranks(size_tokens, rooms))

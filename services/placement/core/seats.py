@@ -10,7 +10,7 @@ from operator import itemgetter
 from services.placement.core.prefix_index import NOTHING, CachedTokens
 from services.placement.core.room_table import GROWTH_BLOCKS, Shortlists
 from services.placement.core.speeds import plain_tokens
-from services.placement.policy.contract import CostedPolicy, PlacementPolicy, Room
+from services.placement.policy.contract import CostedPolicy, PlacementPolicy, Room, is_costed
 from shared.messages.commands import PlacementItem
 
 PASSED_S = 5.0
@@ -52,7 +52,7 @@ def seat(
     tokens of an item. Raises ValueError if the policy returns another worker.
     """
     choices: list[SeatChoice | None] = []
-    costed = policy if isinstance(policy, CostedPolicy) else None
+    costed = policy if is_costed(policy) else None
     is_held_up = False
     for item in items:
         among = rooms.of(item) if isinstance(rooms, Shortlists) else rooms

@@ -7,7 +7,7 @@ blocks of the same size on all workers. The policy does not choose between KV an
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,16 @@ class RankingPolicy(PlacementPolicy, Protocol):
     def ranks(self, size_tokens: int, rooms: RoomColumns) -> Column:
         """Return a number per room: `choose` prefers the lowest if no tokens are cached."""
         ...
+
+
+def is_costed(policy: PlacementPolicy) -> TypeGuard[CostedPolicy]:
+    """Whether the policy's class is a `CostedPolicy`: cached, unlike `isinstance` with a protocol."""
+    return issubclass(type(policy), CostedPolicy)
+
+
+def is_ranking(policy: PlacementPolicy) -> TypeGuard[RankingPolicy]:
+    """Whether the policy's class is a `RankingPolicy`, as `is_costed`."""
+    return issubclass(type(policy), RankingPolicy)
 
 
 RequestKey = Hashable

@@ -307,7 +307,8 @@ class KvasirPolicy(TwoQueuePolicy):
     def _in_order(self) -> Iterator[Job]:
         """Yield prompts by priority, then weighted work."""
         for late, timely in self._prompts.levels.values():
-            yield from merge(timely, late, key=self._weighted_work)
+            both = timely and late
+            yield from merge(timely, late, key=self._weighted_work) if both else timely or late
 
     def _weighted_work(self, job: Job) -> tuple[Any, ...]:
         is_outdone = job.slack_class == 0 and len(self._prompts) > FEED_SEQUENCES

@@ -94,7 +94,11 @@ class TwoQueuePolicy(ABC):
                 self._pinned = None
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
-        if missing_tokens > 0:
+        if missing_tokens > 0 and key in self._running:  # as in `_correct`; a hot path
+            job = self._running[key] = self._running.pop(key)
+            self._table.take_back(job, missing_tokens)
+            job.end_tokens = max(job.end_tokens, job.computed_tokens + 1)
+        elif missing_tokens > 0:
             self._correct(key, lambda job: self._table.take_back(job, missing_tokens), now_s)
 
     def _correct(self, key: SequenceKey, change: Callable[[Job], None], now_s: float) -> None:
