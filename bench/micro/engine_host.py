@@ -17,6 +17,7 @@ import torch
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.reports import Identity
 from services.worker.core.sequences import SequenceLimits, SequenceTable
+from services.worker.core.settings import PrefixCacheConfig
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.egress import Courier, Outbox
@@ -25,7 +26,6 @@ from services.worker.engine.sampler import Logits
 from services.worker.engine_thread import Runner
 from services.worker.kv.store import open_store
 from services.worker.kv.transfers import TransferEngine
-from services.worker.settings import PrefixCacheConfig
 from shared.bus.counters import BusCounters
 from shared.bus.express import Express
 from shared.clock import monotonic_s

@@ -18,13 +18,13 @@ from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.micro.gpu.bench import cuda_device
 from bench.micro.gpu.steps import BLOCK_TOKENS, DTYPE, MODELS, Shape
+from services.worker.core.settings import PieSettings
 from services.worker.engine.attention import LayerShape, make_pools
 from services.worker.engine.stream import stream_opener
 from services.worker.kv.core.fetch_buffers import Blocks
 from services.worker.pie.blocks import BlockPie, assemble
 from services.worker.pie.core.meter import Direction
 from services.worker.pie.core.sizes import slot_blocks
-from services.worker.settings import PieSettings
 
 _QUEUES = (3, 4, 6, 10, 17, 25)
 _HOST_MB = 1 << 17

@@ -22,13 +22,13 @@ from bench.kit.stats import alternate, interval, median_of_ratios
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.reports import Identity
 from services.worker.core.sequences import SequenceLimits, SequenceTable
+from services.worker.core.settings import PrefixCacheConfig
 from services.worker.core.steps import StepCore
 from services.worker.engine.engine import TorchEngine, warm_up
 from services.worker.engine.loading import load
 from services.worker.engine_thread import row_of
 from services.worker.kv.store import open_store
 from services.worker.kv.transfers import TransferEngine
-from services.worker.settings import PrefixCacheConfig
 from shared.blocks import BlockHash, chain, root
 from shared.messages.plans import BatchPlan, Decode, PrefillChunk
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, SequenceSpec, pack_tokens

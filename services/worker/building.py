@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from services.worker.config import WorkerConfig
+from services.worker.core.settings import LendingConfig
 from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
 from services.worker.engine.engine import TorchEngine, carried, decode_cost, prefill_tokens_per_s, warm_up
 from services.worker.engine.grammar_masks import GrammarMasks
@@ -19,7 +20,6 @@ from services.worker.engine.progress import LoadProgress
 from services.worker.kv.tiers.records import DONT_NEED, advise
 from services.worker.peers.attention.shares import HALVES
 from services.worker.pie.core.sizes import most_fifo_layers, spare_blocks
-from services.worker.settings import LendingConfig
 from shared.bus.runtime import trim_heap
 from shared.errors import ConfigError
 from shared.grammars import Grammars

@@ -6,11 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, SecretStr, model_validator
 
 from services.worker.core.costs import find_cost
-from services.worker.cores import check_cores
-from services.worker.kv.core.eviction import order_maker
-from services.worker.kv_events import KvEventsConfig
-from services.worker.prerequisites import check_cuda, check_disk
-from services.worker.settings import (
+from services.worker.core.settings import (
     VLLM_BLOCK_TOKENS,
     BulkConfig,
     HostMemoryConfig,
@@ -21,6 +17,10 @@ from services.worker.settings import (
     TransferConfig,
     VllmConfig,
 )
+from services.worker.cores import check_cores
+from services.worker.kv.core.eviction import order_maker
+from services.worker.kv_events import KvEventsConfig
+from services.worker.prerequisites import check_cuda, check_disk
 from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
 from shared.gguf_files import is_gguf

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from pydantic import Field
 
+from services.worker.core.settings import Section
 from services.worker.kv.core.kv_events import Event, EventBatch
-from services.worker.settings import Section
 from shared.bus import fenced
 from shared.clock import unix_s
 from shared.errors import ConfigError

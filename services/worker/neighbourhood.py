@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from services.worker.config import WorkerConfig
+from services.worker.core.settings import LendingConfig
 from services.worker.door import Door
 from services.worker.engine.contract import AttendingEngine, Engine, SharingEngine, TokenEngine
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool
@@ -31,7 +32,6 @@ from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.lending.service import Lending
 from services.worker.peers.registry import Registry
-from services.worker.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.clock import Clock

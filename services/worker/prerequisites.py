@@ -7,7 +7,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.worker.settings import PrefixCacheConfig
+from services.worker.core.settings import PrefixCacheConfig
 from shared.errors import ConfigError
 
 _MEGA = 1024 * 1024

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.worker.settings import LendingConfig
+from services.worker.core.settings import LendingConfig
 from tests.simulation.clients import Question
 from tests.simulation.fleet import Shape
 

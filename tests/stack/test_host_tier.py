@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.worker.settings import HostAttention
+from services.worker.core.settings import HostAttention
 from shared.messages.reports import WorkerReported
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage

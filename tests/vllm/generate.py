@@ -18,8 +18,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.core.sampling import SamplePoint
+from services.worker.core.settings import VllmConfig
 from services.worker.engine.contract import Engine, Row
-from services.worker.settings import VllmConfig
 from shared.messages.sequence import Sampling
 
 LENGTHS = (5, 31, 32, 70, 130, 200)

@@ -18,12 +18,12 @@ from models.train_tiny_chat.stories import story_chat
 from models.train_tiny_chat.templates import template_chat
 from services.predictor.samples import load_tokenizer
 from services.scheduler.policy.contract import PolicySettings
+from services.worker.core.settings import PieSettings, PrefixCacheConfig
 from services.worker.engine.engine import TorchEngine, warm_up
 from services.worker.engine.loading import load
 from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine
 from services.worker.pie.core.sizes import slot_blocks
-from services.worker.settings import PieSettings, PrefixCacheConfig
 
 _STORY_SHARE = 0.6
 MOST_TOKENS = 256

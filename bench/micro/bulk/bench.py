@@ -17,10 +17,10 @@ from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.kit.processes import Child
 from bench.micro.bulk.peer import ANSWERING, ASKING
+from services.worker.core.settings import BulkConfig
 from services.worker.peers.transport.base import Buffer
 from services.worker.peers.transport.plane import make_transports
 from services.worker.peers.transport.tcp import split_address
-from services.worker.settings import BulkConfig
 from shared.errors import ConfigError
 
 _DEADLINE_S = 60.0

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from services.worker.core.settings import BulkConfig
 from services.worker.peers.transport.base import Buffer, Peer, Reception, Reply
 from services.worker.peers.transport.plane import make_transports
 from services.worker.peers.transport.server import WorkerDesk
-from services.worker.settings import BulkConfig
 
 ASKING, ANSWERING = Peer("bench-asking", 1), Peer("bench-answering", 1)
 MOST_BYTES = 256 << 20

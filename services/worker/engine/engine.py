@@ -7,6 +7,7 @@ import torch
 
 from services.worker.core.decodes import DecodeBatch, Int64s
 from services.worker.core.sampling import Sampled, SamplePoint
+from services.worker.core.settings import PieSettings
 from services.worker.engine.attention import PagedAttention, make_pools
 from services.worker.engine.contract import Engine, Row, StepRows, most_sequences
 from services.worker.engine.forward import make_forward
@@ -32,7 +33,6 @@ from services.worker.kv.tiers.records import Records, records_of
 from services.worker.pie.blocks import BlockPie, assemble
 from services.worker.pie.core.meter import DecodeCost
 from services.worker.pie.core.sizes import most_fifo_layers
-from services.worker.settings import PieSettings
 from shared.blocks import fingerprint
 from shared.clock import Clock, monotonic_s
 from shared.errors import ConfigError, InternalError

@@ -34,8 +34,8 @@ from shared.messages.tokens import TokenLogprobs
 from shared.model_files import source_of
 
 if TYPE_CHECKING:
+    from services.worker.core.settings import SimulatedConfig
     from services.worker.kv.tiers.records import LayerPools
-    from services.worker.settings import SimulatedConfig
 
 _FIRST_TEXT_TOKEN = 16
 """First id used for text; lower ids are often special tokens without text."""

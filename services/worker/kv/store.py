@@ -5,6 +5,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol, runtime_checkable
 
+from services.worker.core.settings import PrefixCacheConfig
 from services.worker.kv.audit import SampledAudit
 from services.worker.kv.core.block_manager import Tiers
 from services.worker.kv.core.block_pool import BlockPool
@@ -17,7 +18,6 @@ from services.worker.kv.tiers.disk import DiskTier, Geometry, open_disk
 from services.worker.kv.tiers.host import HostTier, PeerTier
 from services.worker.kv.tiers.records import CRC, Checksums, LayerPools, Records
 from services.worker.kv.transfers import TransferEngine
-from services.worker.settings import PrefixCacheConfig
 from shared.errors import ConfigError
 from shared.log import canonical, get_logger
 

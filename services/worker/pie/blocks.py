@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from services.worker.core.settings import PieSettings
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.tiers.resident import OpenStream, ResidentKv, StreamFigures
 from services.worker.pie.core import sizes
@@ -22,7 +23,6 @@ from services.worker.pie.core.sizes import (
     spare_blocks,
     swaps_in_blocks,
 )
-from services.worker.settings import PieSettings
 from shared.clock import monotonic_s
 from shared.errors import ConfigError
 

@@ -28,9 +28,9 @@ from bench.live.pie.rounds import (
 from bench.live.pie.sides import AUTO, MOST_TOKENS, RECOMPUTE, SWAP, EngineSide, Ground, Kind, Workload, fixed
 from services.scheduler.policy.contract import PolicySettings
 from services.scheduler.policy.first_come import VllmPolicy
+from services.worker.core.settings import PieSettings
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
-from services.worker.settings import PieSettings
 from tests.bench.rig import context_of
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.pie.conftest import LAYERS, llama

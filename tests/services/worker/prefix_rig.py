@@ -10,6 +10,7 @@ import msgspec
 from services.worker.core.plans import StepWork
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.sequence import HeldSequence
+from services.worker.core.settings import PrefixCacheConfig
 from services.worker.core.steps import StepEffects
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
@@ -19,7 +20,6 @@ from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine
-from services.worker.settings import PrefixCacheConfig
 from shared.messages.plans import BatchPlan, Preemption, PreemptMode, PrefixHit, WorkerStepped
 from shared.messages.sequence import SequenceRef
 from tests.services.worker import builders

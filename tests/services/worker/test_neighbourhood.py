@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from services.worker.building import staged_blocks
 from services.worker.config import WorkerConfig
+from services.worker.core.settings import LendingConfig
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.kv.transfers import TransferEngine
@@ -13,7 +14,6 @@ from services.worker.neighbourhood import Neighbourhood, Reach
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.plane import make_transports
-from services.worker.settings import LendingConfig
 from shared.clock import monotonic_s
 from shared.messages.lending import KvTier
 from tests.conftest import ConnectBus

@@ -14,6 +14,7 @@ from services.worker.core.prefixes import Prefixes
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
 from services.worker.core.sequences import SequenceLimits, SequenceTable
+from services.worker.core.settings import PrefixCacheConfig
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.door import Door
 from services.worker.engine.contract import Engine, StepRows, StepTicket
@@ -25,7 +26,6 @@ from services.worker.engine_thread import Runner
 from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.store import CacheableEngine, open_store
 from services.worker.kv.transfers import TransferEngine
-from services.worker.settings import PrefixCacheConfig
 from shared.clock import monotonic_s
 from shared.errors import CreditorLost
 from shared.messages.plans import BatchPlan

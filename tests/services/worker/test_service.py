@@ -14,6 +14,7 @@ import pytest_asyncio
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.core.sampling import Sampled
+from services.worker.core.settings import PrefixCacheConfig
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
 from services.worker.kv.store import CacheableEngine
@@ -21,7 +22,6 @@ from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.plane import PeerAddress, Plane
 from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.service import Worker
-from services.worker.settings import PrefixCacheConfig
 from shared import subjects
 from shared.blocks import HASH_BYTES, chain, root
 from shared.bus import Bus, Listener

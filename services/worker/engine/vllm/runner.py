@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from services.worker.core.sampling import Sampled
+from services.worker.core.settings import VllmConfig
 from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.requests import NULL_BLOCKS, StepRequests
 from services.worker.engine.vllm.steps import KvPart, Steps, StepsV1
 from services.worker.engine.vllm.steps_v2 import StepsV2, check_v2
 from services.worker.engine.vllm.versions import check_names, check_version, installed, part, require
-from services.worker.settings import VllmConfig
 from shared.errors import ConfigError
 
 _ENVIRONMENT = {

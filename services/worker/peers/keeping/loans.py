@@ -16,6 +16,7 @@ from time import perf_counter
 import msgspec
 import numpy as np
 
+from services.worker.core.settings import LendingConfig
 from services.worker.door import Door
 from services.worker.kv.store import CacheableEngine, KvStore
 from services.worker.kv.tiers.host import PeerTier
@@ -28,7 +29,6 @@ from services.worker.peers.lending.debtor import Debtor, Owner
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reception, Reply, bytes_of
 from services.worker.peers.transport.link import PeerLink
-from services.worker.settings import LendingConfig
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError, Overloaded, PeerLost, StaleEpoch

@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from services.worker.core.settings import LendingConfig
 from services.worker.peers.lending.core.borrowing import AskCreditor, Borrowing, CreditorQuestion, is_answer
 from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
-from services.worker.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus, fenced
 from shared.clock import Clock

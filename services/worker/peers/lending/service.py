@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from services.worker.core.settings import LendingConfig
 from services.worker.door import Door
 from services.worker.kv.core.borrowed_pool import OwnPool
 from services.worker.peers.attention.borrower import Borrower
@@ -23,7 +24,6 @@ from services.worker.peers.lending.debtor import Debtor, Owner
 from services.worker.peers.lending.recalls import HANDLERS as RECALLS
 from services.worker.peers.lending.recalls import Recalls
 from services.worker.peers.lending.stock import Stock
-from services.worker.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler
 from shared.clock import Clock

@@ -7,13 +7,13 @@ worker without a prefix cache neither gives nor takes.
 import asyncio
 from typing import Any
 
+from services.worker.core.settings import TransferConfig
 from services.worker.engine_thread import Runner
 from services.worker.kv.store import CacheableEngine, KvStore
 from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.migration.source import BlockSource
 from services.worker.peers.migration.target import Target
 from services.worker.peers.registry import Registry
-from services.worker.settings import TransferConfig
 from shared import subjects
 from shared.average import averaged
 from shared.bus import Bus, Endpoint, Handler

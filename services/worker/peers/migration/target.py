@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from services.worker.core.settings import TransferConfig
 from services.worker.door import Door
 from services.worker.kv.store import CacheableEngine, KvStore
 from services.worker.kv.tiers.records import RecordRow, Records
@@ -24,7 +25,6 @@ from services.worker.peers.migration.source import BLOCKS, GivenBlocks, WantedBl
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import bytes_of
 from services.worker.peers.transport.link import PeerLink
-from services.worker.settings import TransferConfig
 from shared.blocks import BlockHash, chain, root
 from shared.clock import Clock, monotonic_s
 from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.worker.core.settings import BulkConfig
 from services.worker.peers.core.neighbours import TransportChoice
 from services.worker.peers.transport.base import Peer, Reception, Reply
 from services.worker.peers.transport.link import PeerLink
@@ -18,7 +19,6 @@ from services.worker.peers.transport.server import SocketListener, WorkerDesk
 from services.worker.peers.transport.shm import ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.peers.transport.ucx import UcxTransport
-from services.worker.settings import BulkConfig
 from shared.clock import monotonic_s
 from shared.errors import (
     ConfigError,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from services.worker.core.plans import StepWork, WorkItem
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.sequence import HeldSequence
+from services.worker.core.settings import PrefixCacheConfig
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine_thread import row_of
@@ -24,7 +25,6 @@ from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.residency import Residency
 from services.worker.kv.core.tier_copier import BlockMover
-from services.worker.settings import PrefixCacheConfig
 from shared.messages.plans import BatchPlan, Preemption, PreemptMode, SkipReason
 from shared.messages.sequence import FinishReason
 from tests.services.worker.conftest import VOCABULARY, new_model

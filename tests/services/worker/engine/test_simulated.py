@@ -10,11 +10,11 @@ import pytest
 from services.worker.config import WorkerConfig
 from services.worker.core.costs import find_cost
 from services.worker.core.sampling import SamplePoint
+from services.worker.core.settings import SimulatedConfig
 from services.worker.engine.contract import AttendingEngine, Engine, Row
 from services.worker.engine.simulated import SimulatedEngine, answer_tokens, token_at
 from services.worker.kv.store import CacheableEngine
 from services.worker.kv.tiers.records import Records
-from services.worker.settings import SimulatedConfig
 from shared.config import load
 from shared.errors import ConfigError, InternalError
 from shared.messages.sequence import Sampling

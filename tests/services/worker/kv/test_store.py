@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.core.settings import PrefixCacheConfig
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.native import library
 from services.worker.kv.audit import SampledAudit
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.figures import CacheMetrics, read_figures
 from services.worker.kv.tiers.records import Records
-from services.worker.settings import PrefixCacheConfig
 from shared import metrics
 from shared.messages.sequence import FinishReason
 from tests.services.worker.conftest import VOCABULARY

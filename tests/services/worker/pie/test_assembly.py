@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.worker.core.settings import PieSettings
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
@@ -15,7 +16,6 @@ from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.pie.blocks import BlockPie
 from services.worker.pie.core.sizes import slot_blocks
-from services.worker.settings import PieSettings
 from shared.errors import ConfigError, InternalError
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.engine.rig import BLOCK_TOKENS, GREEDY, Sequences

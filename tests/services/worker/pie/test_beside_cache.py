@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from services.worker.core.settings import PieSettings, PrefixCacheConfig
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
@@ -12,7 +13,6 @@ from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.store import KvStore, open_store
 from services.worker.kv.transfers import TransferEngine
 from services.worker.pie.blocks import BlockPie
-from services.worker.settings import PieSettings, PrefixCacheConfig
 from shared.errors import ConfigError
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, PrefixRig

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from services.worker.core.sampling import SamplePoint
+from services.worker.core.settings import PieSettings
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine, decode_cost
 from services.worker.engine.loading import describe
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.pie.blocks import BlockPie
 from services.worker.pie.core.meter import DecodeCost
-from services.worker.settings import PieSettings
 from shared.messages.sequence import Sampling
 from tests.services.worker.engine.rig import BLOCK_TOKENS
 

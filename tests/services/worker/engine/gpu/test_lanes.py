@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
+from services.worker.core.settings import PieSettings
 from services.worker.engine import attention, engine
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.gpu import decoder
@@ -29,7 +30,6 @@ from services.worker.engine.loading import describe
 from services.worker.engine.stream import NO_FIGURES
 from services.worker.kv.tiers.resident import BlockStream, ResidentKv
 from services.worker.pie.blocks import BlockPie
-from services.worker.settings import PieSettings
 from tests.services.worker.engine.gpu.test_graphs import recording
 from tests.services.worker.engine.rig import BLOCK_TOKENS, GREEDY, Sequences
 from tests.services.worker.pie.conftest import llama  # noqa: F401  the model of six layers

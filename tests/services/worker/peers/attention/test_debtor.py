@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bench.micro.distattention.creditor import creditor_processes
+from services.worker.core.settings import PieSettings
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
@@ -28,7 +29,6 @@ from services.worker.peers.attention.messages import ATTEND, FETCH, NATIVE, WRIT
 from services.worker.peers.attention.shares import FetchedShare
 from services.worker.peers.transport.link import Call, PeerLink
 from services.worker.pie.blocks import BlockPie
-from services.worker.settings import PieSettings
 from shared.errors import CreditorLost
 from shared.messages.base import decode
 from shared.messages.lending import KvTier

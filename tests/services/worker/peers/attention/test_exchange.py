@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.core.settings import HostAttention
 from services.worker.engine.native import library as native
 from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.paged import Shape
@@ -31,7 +32,6 @@ from services.worker.peers.attention.memory import (
 )
 from services.worker.peers.attention.messages import NATIVE
 from services.worker.peers.transport.pipe import Pipe
-from services.worker.settings import HostAttention
 from shared.errors import (
     CorruptedKv,
     CreditorLost,

@@ -16,6 +16,7 @@ import pytest_asyncio
 from services.ledger.config import LedgerConfig
 from services.ledger.service import HANDLERS as LEDGER_HANDLERS
 from services.ledger.service import Ledger
+from services.worker.core.settings import LendingConfig, PrefixCacheConfig
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.kv.tiers.records import RecordRow, Records
@@ -27,7 +28,6 @@ from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.transport.base import Peer, bytes_of
 from services.worker.peers.transport.plane import Plane
 from services.worker.peers.transport.tcp import TcpTransport
-from services.worker.settings import LendingConfig, PrefixCacheConfig
 from shared.bus import Bus
 from shared.clock import monotonic_s
 from shared.errors import InvalidMessage, KvasirError, StaleEpoch

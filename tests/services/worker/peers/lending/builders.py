@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, cast
 
+from services.worker.core.settings import LendingConfig
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.core.neighbours import Neighbours
 from services.worker.peers.lending.debtor import Owner
 from services.worker.peers.lending.service import Lending
-from services.worker.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import monotonic_s

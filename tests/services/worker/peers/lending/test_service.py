@@ -12,6 +12,7 @@ import pytest_asyncio
 from services.ledger.config import LedgerConfig
 from services.ledger.service import HANDLERS as LEDGER_HANDLERS
 from services.ledger.service import Ledger
+from services.worker.core.settings import LendingConfig
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.lending.core.borrowing import CreditorPressure
 from services.worker.peers.lending.core.debts import BlockState, Debts, Repayment
@@ -20,7 +21,6 @@ from services.worker.peers.lending.debtor import Debtor, Owner
 from services.worker.peers.lending.recalls import Recalls
 from services.worker.peers.lending.service import loans, section
 from services.worker.peers.lending.stock import Stock
-from services.worker.settings import LendingConfig
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import monotonic_s

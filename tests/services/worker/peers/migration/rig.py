@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
+from services.worker.core.settings import PrefixCacheConfig, TransferConfig
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.kv.store import KvStore
@@ -14,7 +15,6 @@ from services.worker.peers.migration.target import Target
 from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.plane import Plane
 from services.worker.peers.transport.tcp import TcpTransport
-from services.worker.settings import PrefixCacheConfig, TransferConfig
 from shared.messages.moves import PullBlocks
 from shared.messages.sequence import pack_tokens
 from tests.services.worker.peers.rig import Dialler

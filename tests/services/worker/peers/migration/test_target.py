@@ -15,11 +15,11 @@ import pytest
 
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
+from services.worker.core.settings import PrefixCacheConfig, TransferConfig
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.tiers.records import CRC, Checksums, RecordRow
 from services.worker.kv.transfers import Route
 from services.worker.service import Worker
-from services.worker.settings import PrefixCacheConfig, TransferConfig
 from shared import subjects
 from shared.blocks import chain, root
 from shared.bus import Listener
