@@ -123,11 +123,12 @@ VOCABULARY = 300
 
 
 @settings(max_examples=300)
-@given(tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=40))
-def test_any_tokens_even_broken_characters(codec: Codec, tokens: list[int]) -> None:
-    detokenizer = Detokenizer(codec.tokenizer)
-    pieces = [detokenizer.feed(token) for token in tokens]
-    assert "".join(pieces) + detokenizer.flush() == decode(codec.tokenizer, tokens)
+@given(tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=40), cut=st.integers(0, 40))
+def test_any_tokens_even_broken_characters(codec: Codec, tokens: list[int], cut: int) -> None:
+    detokenizer, at_once = Detokenizer(codec.tokenizer), Detokenizer(codec.tokenizer)
+    text = "".join([detokenizer.feed(token) for token in tokens])
+    assert at_once.feed_all(tokens[:cut]) + at_once.feed_all(tokens[cut:]) == text
+    assert text + detokenizer.flush() == decode(codec.tokenizer, tokens)
 
 
 def pieced_tokenizer() -> Tokenizer:
