@@ -209,7 +209,7 @@ def _tls_text(access: BusAccess, more: str = "handshake_first: true, ", *, with_
 _ACCEPTED_S = 10.0
 
 
-def credentials(run: RunDirectory, name: str, console: Console) -> int:
+def credentials(run: RunDirectory, console: Console, name: str) -> int:
     """Print the variables that let instance `name`, or the operator, connect. Return 0. Raise ConfigError for
     an invalid name or without a stack, InternalError if nats-server refuses the user."""
     try:

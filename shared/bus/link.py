@@ -53,6 +53,8 @@ BACKOFF_S = (0.05, 0.5)
 
 async def abandon(client: Client, connecting: asyncio.Task[None]) -> None:
     """End a connection attempt. nats-py may swallow several cancellations."""
+    client.options |= {"allow_reconnect": False, "max_reconnect_attempts": 0}
+    client._server_pool.clear()  # so it ends by itself if this task is cancelled, too
     while not connecting.done():
         connecting.cancel()
         await asyncio.wait({connecting}, timeout=0.1)

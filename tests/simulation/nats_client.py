@@ -41,6 +41,8 @@ class VirtualClient:
         self.is_closed, self.is_draining = False, False
         self.is_reconnecting, self._transport = False, None
         self._current_server: Srv | None = None
+        self.options: dict[str, Any] = {}
+        self._server_pool: list[Srv] = []
 
     @property
     def is_connected(self) -> bool:
@@ -62,12 +64,12 @@ class VirtualClient:
         self._pending_limit = options["pending_size"]
         self._choose = options["reconnect_to_server_handler"]
         self._most_s: float = options["connect_timeout"]
-        self._pool = [Srv(urlparse(url)) for url in urls]
+        self._server_pool = [Srv(urlparse(url)) for url in urls]
         self._wire = Connection(self._bus, self._process, options["name"], options["user"] or "")
         self._wire.take = self._take
         self._wire.on_broken = self._on_broken
         at = count()
-        while not await self._dial(self._pool[next(at) % len(urls)]):
+        while not await self._dial(self._server_pool[next(at) % len(urls)]):
             await asyncio.sleep(0.05)
 
     async def _dial(self, chosen: Srv) -> bool:
@@ -208,7 +210,7 @@ class VirtualClient:
         await self._disconnected_cb()
         await asyncio.sleep(away_s)
         while True:
-            chosen, delay_s = self._choose(self._pool, self._server_info)
+            chosen, delay_s = self._choose(self._server_pool, self._server_info)
             await asyncio.sleep(delay_s)
             if self.is_closed:
                 return

@@ -154,6 +154,7 @@ async def test_a_chat_goes_on_where_its_prefix_is(sharded: RunningStack) -> None
     before = routes(sharded)
 
     async def ask_first() -> None:
+        await asyncio.sleep(1.0)  # until shard 0 has announced it
         await sharded.client().ask_all([first])
 
     await paced(sharded, [busy], ask_first)  # shard 0 has one sequence, shard 1 none

@@ -30,7 +30,7 @@ from tests.services.stack.secured import secured_server
 def told(run: RunDirectory, name: str) -> BusConfig:
     """What the printed lines say to the process that is started with them."""
     console = Console(file=io.StringIO(), soft_wrap=True)
-    assert credentials(run, name, console) == 0 and isinstance(console.file, io.StringIO)
+    assert credentials(run, console, name) == 0 and isinstance(console.file, io.StringIO)
     printed = dict(line.split("=", 1) for line in console.file.getvalue().splitlines())
     return load(ServiceConfig, "worker", argv=(), environ=printed).bus
 
@@ -82,9 +82,9 @@ async def test_a_name_of_no_service_and_a_stack_that_does_not_run_are_said(tmp_p
     run = RunDirectory(tmp_path)
     run.create()
     with pytest.raises(ConfigError, match="janitor-0"):
-        credentials(run, "janitor-0", Console(file=io.StringIO()))
+        credentials(run, Console(file=io.StringIO()), "janitor-0")
     with pytest.raises(ConfigError, match="nothing runs"):
-        credentials(run, "worker-7", Console(file=io.StringIO()))
+        credentials(run, Console(file=io.StringIO()), "worker-7")
 
 
 def test_none_made_or_the_operators(tmp_path: Path) -> None:

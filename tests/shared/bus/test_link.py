@@ -51,6 +51,30 @@ async def test_no_server_is_bus_unavailable_after_the_connect_timeout() -> None:
     assert time.monotonic() - started_s < 5
 
 
+async def test_an_attempt_whose_cancellation_is_swallowed_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever abandons it may be cancelled meanwhile, and nats-py goes on for ever."""
+    swallowing = asyncio.Event()
+    select = Client._select_next_server
+
+    async def swallow(client: Client) -> None:
+        swallowing.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.2)
+        await select(client)
+
+    monkeypatch.setattr(Client, "_select_next_server", swallow)
+    config = BusConfig(url=f"nats://127.0.0.1:{free_port()}", connect_timeout_s=30)
+    before = asyncio.all_tasks()
+    connecting = asyncio.create_task(Bus.connect(config, service="desk", instance="desk-0"))
+    await swallowing.wait()
+    while not connecting.done():
+        connecting.cancel()
+        await asyncio.sleep(0)
+    await until(lambda: asyncio.all_tasks() <= before)
+
+
 async def test_a_server_that_comes_up_late_is_waited_for(make_server: MakeServer) -> None:
     server = make_server(jetstream=False)
     server.port = free_port()
