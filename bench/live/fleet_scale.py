@@ -120,8 +120,8 @@ def run(context: Context) -> Outcome:
     idle: dict[int, Spent] = {}
     busy: dict[int, Spent] = {}
     lost = changed = 0
-    compared = [(counts[-1], 1)] if flags.schedulers == 2 else []
-    fleets = [*compared, *((workers, flags.schedulers) for workers in counts)]
+    fleets = [(workers, flags.schedulers) for workers in counts]
+    fleets = [(counts[-1], 1), *fleets] if flags.schedulers == 2 else fleets
     carried: list[float] = []
     with context.progress("fleets", len(fleets)) as bar:
         for workers, schedulers in fleets:
@@ -131,10 +131,8 @@ def run(context: Context) -> Outcome:
             if not busy[workers].tokens or not busy[workers].steps:
                 raise InternalError(f"{workers} workers served nothing: {first_error(result.answers)}")
             carried.append(carried_steps_s(idle[workers], busy[workers]))
-            lost, changed = (
-                lost + _lost(result.answers),
-                changed + changed_answers(result.answers, plan.tokens),
-            )
+            lost += sum(not answer.ok for answer in result.answers)
+            changed += changed_answers(result.answers, plan.tokens)
             if error := first_error(result.answers):
                 context.say(f"{workers} workers: {error}")
             for state, spent in (("idle", idle[workers]), ("busy", busy[workers])):
@@ -142,14 +140,13 @@ def run(context: Context) -> Outcome:
                 context.record(told, "cells.jsonl")
             bar.advance(now=f"{workers} workers")
     figures = {"lost": float(lost), "changed": float(changed), f"carried_steps_s_w{counts[-1]}": carried[-1]}
-    if compared:
+    if len(fleets) > len(counts):
         figures["two_schedulers"] = carried[-1] / carried[0]
     return _outcome(context, idle, busy, figures)
 
 
 def _stack(context: Context, plan: Plan, settings: Mapping[str, str], workers: int, schedulers: int) -> Stack:
-    flags = context.arguments
-    speed, beat_s = _DECODE_S / plan.step_s, flags.heartbeat_s
+    speed, beat_s = _DECODE_S / plan.step_s, context.arguments.heartbeat_s
     timeouts = {"scheduler": 8, "placement": 8, "ledger": 8, "gateway": 12}
     scaled = {
         "worker.simulated.speed": speed,
@@ -244,10 +241,6 @@ def expected_text(seed: int, tokens: int) -> str:
     sampling = Sampling(max_tokens=tokens, min_tokens=tokens, seed=seed, end_token_ids=codec.end_token_ids)
     found = [token_at(sampling, 0, index, codec.vocab_size) for index in range(tokens)]
     return str(codec.tokenizer.decode(found))
-
-
-def _lost(answers: Sequence[Answer]) -> int:
-    return sum(not answer.ok for answer in answers)
 
 
 def changed_answers(answers: Sequence[Answer], tokens: int) -> int:
@@ -352,7 +345,8 @@ def _kills(context: Context, plan: Plan, settings: Mapping[str, str], workers: i
         time.sleep(_SETTLE_S)
         result = uvloop.run(_under_kills(context, stack, plan, workers))
         stack.until(stack.is_whole, 60.0)
-    lost, changed = _lost(result.answers), changed_answers(result.answers, plan.tokens)
+    lost = sum(not answer.ok for answer in result.answers)
+    changed = changed_answers(result.answers, plan.tokens)
     if error := first_error(result.answers):
         context.say(error)
     slowest_s = max(answer.ended_s - answer.sent_s for answer in result.answers)
