@@ -63,8 +63,8 @@ class Checks:
         self._terms = 0
         self._epochs: dict[tuple[int, int], Process] = {}
         """By shard and epoch."""
-        self._handed: dict[SequenceKey, tuple[int, int]] = {}
-        """Attempt and new shard of each sequence that was handed over."""
+        self._handed: dict[SequenceKey, SequenceHandedOver] = {}
+        """The last hand-over of each sequence."""
         self._submitted: dict[tuple[int, SequenceRef], str] = {}
         """Subject of each attempt, by its gateway's incarnation."""
         self._events = 0
@@ -287,16 +287,16 @@ class Checks:
                 if strangers := [name for name in roster.pipelines if not shard.has(name)]:
                     raise Violation(f"{process.name} plans {strangers} in shard {shard.number}")
                 for key, sequence in roster.sequences.items():
-                    attempt, target = self._handed.get(key, (0, shard.number))
-                    if target != shard.number and sequence.ref.attempt <= attempt:
+                    handed = self._handed.get(key)
+                    if handed is None or (handed.from_shard, handed.epoch) != (shard.number, term.epoch):
+                        continue  # a later term may find it at a worker that knows nothing of it
+                    if sequence.ref.attempt <= handed.ref.attempt:
                         raise Violation(f"shard {shard.number} has {sequence.ref}, and handed it over")
 
     def _on_route(self, subject: str, data: bytes) -> None:
         if subject.startswith(f"{subjects.scheduler_handed.stem}."):
             event = decode(data, SequenceHandedOver)
-            terms = (term.epoch for _, term in self._fleet.terms if term._shard.number == event.from_shard)
-            if event.epoch >= max(terms, default=0):  # else a gateway ignores it
-                self._handed[event.ref.key] = event.ref.attempt, event.shard
+            self._handed[event.ref.key] = event
         elif self._is_sharded and subject.startswith(f"{subjects.scheduler_submit.stem}."):
             spec, shard = decode(data, SubmitSequence).spec, subject.rpartition(".")[0]
             if self._submitted.setdefault((spec.gateway_incarnation, spec.ref), shard) != shard:
