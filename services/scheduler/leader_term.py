@@ -16,7 +16,7 @@ from services.scheduler.core.sequence import Phase
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.reporting import TermReport
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, until_first
+from shared.bus import Bus, Endpoint, Handler, Listener
 from shared.clock import monotonic_s
 from shared.errors import (
     InvalidRequest,
@@ -45,6 +45,7 @@ from shared.messages.sequence import FinishReason, SequenceSpec
 from shared.messages.values import as_count
 from shared.release import PROTOCOL, ReleaseWatch
 from shared.shards import WHOLE, Shard
+from shared.tasks import until_first
 
 _log = get_logger("scheduler")
 _MAX_OUTBOX = 16_384

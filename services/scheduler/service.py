@@ -13,16 +13,7 @@ from services.scheduler.core.fair_share import FairShare
 from services.scheduler.leader_term import Term
 from services.scheduler.policy import find_policy
 from shared import metrics, subjects, watchdog
-from shared.bus import (
-    Bus,
-    Lease,
-    Listener,
-    fenced,
-    recorder_handlers,
-    status_handlers,
-    status_of,
-    until_first,
-)
+from shared.bus import Bus, Lease, Listener, fenced, recorder_handlers, status_handlers, status_of
 from shared.clock import monotonic_s
 from shared.errors import NotLeader, PermissionRefused, PolicyFailed, UnavailableError
 from shared.log import canonical, get_logger
@@ -31,6 +22,7 @@ from shared.messages.reports import SchedulerPresent, ServiceStatus, WorkerRepor
 from shared.messages.values import EPOCH_REACH
 from shared.plugins import PluginFaults, told
 from shared.shards import Shard, shard_of
+from shared.tasks import until_first
 
 _log = get_logger("scheduler")
 _PRESENT_S = 0.5

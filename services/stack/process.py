@@ -14,7 +14,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -33,18 +32,6 @@ def comes_true(condition: Callable[[], bool], within_s: float, poll_s: float = _
     while not (is_true := condition()) and time.monotonic() < until_s:
         time.sleep(poll_s)
     return is_true
-
-
-async def first_ended(*works: Awaitable[Any]) -> list[asyncio.Future[Any] | None]:
-    """Wait until one of these has ended and cancel the others, which are None in what it returns."""
-    futures = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        return [future if future.done() else None for future in futures]
-    finally:
-        for future in futures:
-            future.cancel()
-        await asyncio.wait(futures)
 
 
 def die_with_parent(parent_pid: int) -> Callable[[], None]:

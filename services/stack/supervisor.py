@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from services.stack.probes import Life, Probe, lives
-from services.stack.process import ChildProcess, Launch, describe_exit, first_ended, is_traced, start_program
+from services.stack.process import ChildProcess, Launch, describe_exit, is_traced, start_program
 from shared.errors import InternalError, KvasirError
+from shared.tasks import first_ended
 from shared.watchdog import BEAT_S, STUCK_S, Spell
 
 

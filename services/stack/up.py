@@ -29,7 +29,6 @@ from services.stack.obstructions import (
     running_already,
 )
 from services.stack.probes import authority, http_get
-from services.stack.process import first_ended
 from services.stack.roll_call import RollCall
 from services.stack.rolling import SIGNAL as ROLL_SIGNAL
 from services.stack.rolling import Roller
@@ -42,6 +41,7 @@ from shared.errors import KvasirError
 from shared.messages.moves import WorkersWanted
 from shared.messages.reports import StackVerdict
 from shared.subjects import OPERATOR, PLACEMENT_WANTED, STACK_VERDICT
+from shared.tasks import first_ended
 
 _TRIM_INTERVAL_S, _RESTORE_INTERVAL_S = 10.0, 1.0
 _JUDGE_S = 4.0

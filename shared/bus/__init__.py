@@ -5,7 +5,7 @@ message by name."""
 from shared.bus.connection import Bus
 from shared.bus.express import Express
 from shared.bus.lease import Lease
-from shared.bus.runtime import OwnThread, fenced, run_main, run_service, until_first
+from shared.bus.runtime import OwnThread, fenced, run_main, run_service
 from shared.bus.serving import Endpoint, Handler, Listener, recorder_handlers, status_handlers, status_of
 
 __all__ = [
@@ -22,5 +22,4 @@ __all__ = [
     "run_service",
     "status_handlers",
     "status_of",
-    "until_first",
 ]

@@ -90,19 +90,6 @@ class OwnThread(Executor):
         return future
 
 
-async def until_first(*works: Coroutine[Any, Any, Any]) -> None:
-    """Run until one of the works ends, and cancel the others. Raise its exception."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 @contextmanager
 def fenced(what: str) -> Iterator[None]:
     """Run one iteration of a service loop: log and count exceptions, so that the loop continues. A

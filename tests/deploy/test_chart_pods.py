@@ -28,7 +28,7 @@ READY = "from urllib.request import urlopen as ask; ask('http://127.0.0.1:{port}
 
 
 class Pods(Fleet):
-    """What StatefulSets, kubelets and DNS would make of the chart."""
+    """The chart's pods as network namespaces, with the work of StatefulSets, kubelets and DNS."""
 
     def __init__(self, folder: Path, values: Path | None) -> None:
         objects = rendered(values)

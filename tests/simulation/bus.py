@@ -396,7 +396,7 @@ class Server:
         self.world.after(down_s, up)
 
     def hang(self, for_s: float) -> None:
-        """What reaches it meanwhile it reads later, if its clients and the other servers wait so long."""
+        """Stop reading for so long. Messages are read later if their senders have waited."""
         self.hangs_until_s = max(self.hangs_until_s, self.world.now_s + for_s)
         for connection in self.connections.values():
             connection.cut(for_s)

@@ -37,7 +37,7 @@ _LOOK_EVERY = 4
 _SHARDS_EVERY = 50
 """Events between two looks at who has which worker and which sequence."""
 _UNRENEWED_S = 16.0
-"""Nobody leads longer after having renewed the lease."""
+"""Longest time that a scheduler may lead after it renewed its lease."""
 
 
 class Violation(Exception):

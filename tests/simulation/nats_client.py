@@ -142,7 +142,7 @@ class VirtualClient:
         await asyncio.sleep(0)
 
     async def round_trip(self, ask: Callable[[Server, Settle], object]) -> Any:
-        """What `ask` settles at the server; never, if the connection does not last so long."""
+        """Return the result that `ask` settles at the server. It never comes if the connection breaks."""
         if self.is_closed:
             raise nats.errors.ConnectionClosedError
         answer = asyncio.get_running_loop().create_future()

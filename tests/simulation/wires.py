@@ -1,5 +1,6 @@
 """Connections between processes and nats-servers, and routes between servers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,8 @@ _DETECT_S, _DETECT_IN_CLUSTER_S = (2.0, 2.0), (0.8, 1.2)
 _ROUTE_DETECT_S, _ROUTE_AGAIN_S = (0.6, 0.75), (0.05, 1.0)
 
 
-class Wire:
-    """What its two ends send each other arrives in order, or not at all."""
+class Wire(ABC):
+    """A connection whose messages arrive in order, or not at all."""
 
     detect_s = _ROUTE_DETECT_S
     """It breaks if nothing gets through for longer."""
@@ -52,9 +53,9 @@ class Wire:
         if for_s > detect_s:
             self.world.after(detect_s, lambda: self.break_off() if self._life == life else None)
 
+    @abstractmethod
     def break_off(self) -> None:
-        """What is under way is lost."""
-        raise NotImplementedError
+        """Lose all messages that are under way."""
 
 
 class Connection(Wire):
@@ -164,7 +165,7 @@ class Route(Wire):
         self.bus.expect_election()
 
     def break_off(self) -> None:
-        """What each knew of the other is forgotten, too."""
+        """Also forget what each end knew of the other."""
         if self.is_open:
             self._change(False)
             self.world.after(self.world.random.uniform(*_ROUTE_AGAIN_S), self._again)

@@ -43,7 +43,7 @@ class World:
         self._hub = getcurrent()
         self._digest = blake2b(digest_size=16)
         self.bus: Any = None
-        """What stands in for nats-servers."""
+        """The simulated nats-servers."""
         self.on_unhandled: Callable[[Process, dict[str, Any]], object] = lambda process, context: None
         self.trace: Callable[[str], object] | None = None
         self.after_event: Callable[[], object] = lambda: None

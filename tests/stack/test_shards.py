@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from shared.shards import shard_of
-from tests.patience import STACK_PATIENCE_S
+from tests.patience import STACK_PATIENCE_S, wait_until
 from tests.stack.client import Answer, Question, assert_same
 from tests.stack.conftest import stack_of
 from tests.stack.prompts import long_questions, passage
@@ -150,11 +150,11 @@ async def test_a_chat_goes_on_where_its_prefix_is(sharded: RunningStack) -> None
     await asyncio.to_thread(until_even, sharded)
     first = Question(passage(500, random.Random(11)) + " Who are you?", {"temperature": 0, "max_tokens": 20})
     second = Question(first.prompt + " And what can you do?", first.fields)
-    (busy,) = long_questions(1, least_tokens=400, step_tokens=1, longest_words=20, seed=6)
+    (busy,) = long_questions(1, least_tokens=1200, step_tokens=1, longest_words=20, seed=6)
     before = routes(sharded)
 
     async def ask_first() -> None:
-        await asyncio.sleep(1.0)  # until shard 0 has announced it
+        await asyncio.to_thread(wait_until, lambda: sharded.details("gateway-0")["shards"][0]["running"])
         await sharded.client().ask_all([first])
 
     await paced(sharded, [busy], ask_first)  # shard 0 has one sequence, shard 1 none

@@ -86,12 +86,12 @@ class RankingPolicy(PlacementPolicy, Protocol):
 
 
 def is_costed(policy: PlacementPolicy) -> TypeGuard[CostedPolicy]:
-    """Whether the policy's class is a `CostedPolicy`: cached, unlike `isinstance` with a protocol."""
+    """Return whether the policy's class is a `CostedPolicy`: cached, unlike `isinstance` with a protocol."""
     return issubclass(type(policy), CostedPolicy)
 
 
 def is_ranking(policy: PlacementPolicy) -> TypeGuard[RankingPolicy]:
-    """Whether the policy's class is a `RankingPolicy`, as `is_costed`."""
+    """Return whether the policy's class is a `RankingPolicy`, as `is_costed`."""
     return issubclass(type(policy), RankingPolicy)
 
 

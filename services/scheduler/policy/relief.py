@@ -157,7 +157,7 @@ class Rung(StrEnum):
 
 LADDER = tuple(Rung)
 RUNGS = dict(zip(Rung, (_expand, _borrow, _migrate, _pause, _swap, _recompute), strict=True))
-"""What each could free now; None if it cannot help. The cost is infinite where not measured."""
+"""Functions that return a rung's offer; None if it cannot help. The cost is infinite where not measured."""
 
 
 def next_relief(pressure: MemoryPressure, switched_off: frozenset[str] = frozenset()) -> Relief:

@@ -54,7 +54,7 @@ async def test_no_server_is_bus_unavailable_after_the_connect_timeout() -> None:
 async def test_an_attempt_whose_cancellation_is_swallowed_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever abandons it may be cancelled meanwhile, and nats-py goes on for ever."""
+    """The caller may be cancelled a second time, and nats-py would go on for ever."""
     swallowing = asyncio.Event()
     select = Client._select_next_server
 

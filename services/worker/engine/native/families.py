@@ -1,4 +1,4 @@
-"""What a decoder layer is made of, by architecture: the table for the steps in C++ and on CUDA devices."""
+"""Parts of a decoder layer, by architecture: the table for the steps in C++ and on CUDA devices."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
