@@ -36,6 +36,7 @@ from shared.errors import (
     InvalidRequest,
     KvasirError,
     NoResponder,
+    NotLeader,
     UnavailableError,
 )
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
@@ -390,8 +391,10 @@ class Dispatch:
                     spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
                     command, deadline_s = SubmitSequence(spec=spec), self._config.submit_deadline_s
                     self.note("submit", stream.ref, causes=dict(stream.handovers), tokens=len(stream.tokens))
-                    subject = subjects.submit_to(self._shard_of(sequence), self._bus.instance)
-                    reply = await self._bus.request(subject, command, SubmitReply, deadline_s=deadline_s)
+                    shard = self._shard_of(sequence)
+                    subject = subjects.submit_to(shard, self._bus.instance)
+                    taken = await self._bus.request(subject, command, SubmitReply, deadline_s=deadline_s)
+                    reply = self._checked(taken, shard)
                 except Exception as error:
                     known = _known(error)
                     self._counters.submits.labels(known.code).inc()
@@ -406,6 +409,13 @@ class Dispatch:
             self._apply(sequence, effects)
             if reply is not None and reply.shard is not None:
                 self.hand_over(sequence, SequenceHandedOver(ref=command.spec.ref, shard=reply.shard))
+
+    def _checked(self, reply: SubmitReply, shard: int) -> SubmitReply:
+        """Raises NotLeader if the scheduler that replied has a successor."""
+        views = self._shards.views
+        if shard < len(views) and reply.epoch < views[shard].said.epoch:
+            raise NotLeader(f"{reply.scheduler_id} took the request, and another scheduler leads now")
+        return reply
 
     def _shard_of(self, sequence: OpenChoice) -> int:
         """Return the shard to submit to, now chosen if it was not."""

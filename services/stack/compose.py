@@ -40,6 +40,7 @@ _MOUNTED = Certificate(*(Path("/run/secrets", name) for name in ("nats_cert", "n
 """Paths inside the containers."""
 _STORE = Path("/data/nats")
 """Inside the volume of the container nats."""
+_ACROSS_HOSTS = {"WORKER_TIMEOUT_S": "1.2", "LEASE_TTL_S": "1"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +110,7 @@ def write_secrets(folder: Path, *more: str, hosts: Sequence[str] = (), nats_clus
             continue
         service = subjects.service_of(instance)
         path = folder / (POOL if service == "worker" else "") / f"{instance}.env"
-        _write_env(path, access.environment(instance) | _own(service, access))
+        _write_env(path, access.environment(instance) | _own(service, access, across_hosts=bool(hosts)))
         if service == "worker":
             path.chmod(0o644)
 
@@ -145,8 +146,11 @@ def _write_mounted(path: Path, here: Certificate, route: str) -> None:
     path.chmod(0o644)
 
 
-def _own(service: str, access: BusAccess) -> dict[str, str]:
-    """Return the gateway's variables: the hash of the API key, which opens /ui as well, not the key."""
+def _own(service: str, access: BusAccess, *, across_hosts: bool) -> dict[str, str]:
+    """Return what a service gets besides: a gateway the hash of the API key, which opens /ui as well, not the
+    key; a scheduler across hosts times that keep pauses below 2 s, since a lost host announces nothing."""
+    if service == "scheduler" and across_hosts:
+        return {f"{ENV_PREFIX}SCHEDULER__{name}": value for name, value in _ACROSS_HOSTS.items()}
     if service != "gateway":
         return {}
     hashes = json.dumps([access.credentials.api_key_sha256])

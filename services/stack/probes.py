@@ -7,11 +7,10 @@ import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from shared.config import BusConfig
+from shared.server_info import server_info
 
-_GREETING = b"INFO {"
 _DEADLINE_S = 2.0
 _MAX_ANSWER_BYTES = 65_536
 
@@ -28,17 +27,9 @@ async def greeting(config: BusConfig, _: int = 0) -> dict[str, Any]:
     cluster, if it tells any."""
     from shared.bus.link import tls_options  # slow to import
 
-    address = urlsplit(config.url)
     encrypted = tls_options(config).get("tls") if config.tls_handshake_first else None
-    reader, writer = await asyncio.open_connection(address.hostname, address.port, ssl=encrypted)
-    try:
-        line = await reader.readline()
-        if not line.startswith(_GREETING):
-            raise ValueError(f"what listens at {config.url} is no nats-server")
-        urls = json.loads(line.removeprefix(b"INFO ")).get("connect_urls", [])
-        return {"connect_urls": urls} if urls else {}
-    finally:
-        writer.close()
+    urls = (await server_info(config.url, encrypted)).get("connect_urls")
+    return {"connect_urls": urls} if urls else {}
 
 
 async def seed_answers(path: Path, _: int) -> dict[str, Any]:

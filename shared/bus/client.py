@@ -3,6 +3,7 @@ task."""
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import nats.errors
@@ -18,6 +19,17 @@ _END = b"\r\n"
 
 class FairClient(Client):
     """NATS client that yields to the event loop while it reads."""
+
+    reached = 0
+    """Number of addresses that the server told last: its own, and those of servers that it reaches."""
+    on_fewer: Callable[[], None] | None = None
+    """Called when `reached` sinks."""
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        await super()._process_info(info, initial_connection)
+        before, self.reached = self.reached, len(info.get("connect_urls") or ())
+        if self.reached < before and self.on_fewer is not None:
+            self.on_fewer()
 
     async def _process_op_err(self, e: Exception) -> None:
         """Abort the lost connection: asyncio waits 30 s for a server that hangs to end its encryption."""

@@ -187,11 +187,12 @@ class Bus:
         try:
             async with asyncio.timeout(self.config.connect_timeout_s):
                 with heeded_cancellation():
-                    await self._link.wait_connected()
-                    for served in fresh:
-                        await self._start(served)
-                        self._served.append(served)
-                    await self._link.barrier()
+                    async with self._link.subscribing:
+                        await self._link.wait_connected()
+                        for served in fresh:
+                            await self._start(served)
+                            self._served.append(served)
+                        await self._link.barrier()
         except (TimeoutError, nats.errors.Error):
             raise BusUnavailable(f"NATS at {self.config.url} did not confirm the subscriptions") from None
         try:

@@ -1,6 +1,11 @@
 """Connection to nats-server: opened within a deadline, then kept open indefinitely. nats-py reconnects by
 itself, but closes for good after some server errors (refused credentials, protocol errors). The link then
-dials again."""
+dials again.
+
+Servers of a cluster forward nothing for each other. If this one loses a server that another one still
+reaches, the link moves there: it connects and subscribes anew, and closes the former connection then. It
+moves back to the first of its servers, the nearest, once that reaches as many.
+"""
 
 import asyncio
 import logging
@@ -22,6 +27,7 @@ from shared.bus.client import EncryptedClient, FairClient
 from shared.bus.counters import BusCounters
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, ConfigError, KvasirError, PermissionRefused
+from shared.server_info import server_info
 from shared.subjects import is_inbox
 
 
@@ -77,6 +83,12 @@ _log = logging.getLogger("kvasir.bus")
 T = TypeVar("T")
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 _LOG_EVERY_S = 5.0
+_LOOKS, _LOOK_S = 8, 0.25
+"""How often, and after how long each time, to look for a server that reaches more others."""
+_HOME_S = 4.0
+"""Mean time between two looks at the first server while connected to another one."""
+_LEAVES_S = 2.0
+"""For the last messages of a connection that is not used any more."""
 _ANSWERS_S = 120.0
 """Time after a reconnection in which replies to requests from before it may be refused."""
 
@@ -165,11 +177,15 @@ class Link:
         self._inbox_prefix = inbox_prefix
         self._tls = tls_options(config)
         self._counters = counters
-        self._client: Client | None = None
+        self._client: FairClient | None = None
         self._up = asyncio.Event()
         self._closing = False
         self._reviving = False
         self._regained_s = float("-inf")
+        self.subscribing = asyncio.Lock()
+        """Held while a client gets its subscriptions."""
+        self._looking: asyncio.Task[None] | None = None
+        self._returning: asyncio.Task[None] | None = None
         self._last_error: Exception | None = None
         self._logged_at: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -211,6 +227,7 @@ class Link:
         self._client = await self._dial()
         await self.on_open()
         self._mark(up=True)
+        self._head_home()
 
     async def wait_connected(self) -> None:
         """Wait until connected; the caller sets the deadline. Raise BusUnavailable if the bus is closed."""
@@ -280,12 +297,13 @@ class Link:
         """Return True if the last reconnection is less than `window_s` ago."""
         return time.monotonic() - self._regained_s < window_s
 
-    async def _dial(self) -> Client:
-        """Return a connected client. Raise BusUnavailable after `connect_timeout_s`."""
+    async def _dial(self, first: str = "") -> FairClient:
+        """Return a connected client, of the server `first` if it answers. Raise BusUnavailable after
+        `connect_timeout_s`."""
         client = EncryptedClient() if self._tls else FairClient()
-        connecting = asyncio.get_running_loop().create_task(
-            client.connect(self._config.urls, **self._options(client))
-        )
+        client.on_fewer = partial(self._on_fewer, client)
+        urls = sorted(self._config.urls, key=lambda url: url != first)
+        connecting = asyncio.get_running_loop().create_task(client.connect(urls, **self._options(client)))
         try:
             await asyncio.wait({connecting}, timeout=self._config.connect_timeout_s)
             if connecting.done():
@@ -347,6 +365,7 @@ class Link:
         self._mark(up=True)
         _log.warning("reconnected to NATS at %s", self.url)
         self._own(self.on_regained())
+        self._head_home()
 
     async def _on_closed(self) -> None:
         if self._client is None or self._closing or self._reviving:
@@ -359,7 +378,7 @@ class Link:
 
     async def _revive(self) -> None:
         _log.error("nats-py gave the connection up (%s); dialling anew", self._last_error)
-        client: Client | None = None
+        client: FairClient | None = None
         while not self.connected:
             try:
                 client = self._client = await self._dial()
@@ -372,7 +391,73 @@ class Link:
                 await asyncio.sleep(BACKOFF_S[1])
         self._reviving = False
 
-    def _own(self, work: Awaitable[None]) -> None:
+    def _on_fewer(self, client: FairClient) -> None:
+        if self.servers > 1 and (self._looking is None or self._looking.done()):
+            self._looking = self._own(self._look_around(client))
+
+    async def _look_around(self, client: FairClient) -> None:
+        """Move to a server that reaches more others than this one, if there is one."""
+        for _ in range(_LOOKS):
+            await asyncio.sleep(_LOOK_S)
+            others = [url for url in self._config.urls if url != self.url]
+            reached = await asyncio.gather(*map(self._reached_by, others))
+            if self._client is not client or not self.connected:
+                return
+            most, url = max(zip(reached, others, strict=True))
+            if most > client.reached:
+                return await self._move(client, url)
+
+    def _head_home(self) -> None:
+        is_away = self.servers > 1 and self.url != self._config.urls[0]
+        if is_away and (self._returning is None or self._returning.done()):
+            self._returning = self._own(self._return_home())
+
+    async def _return_home(self) -> None:
+        """Move to the first server once it reaches as many others as this one."""
+        home = self._config.urls[0]
+        while self.url != home:
+            await asyncio.sleep(random.uniform(0.5, 1.5) * _HOME_S)
+            client = self._client
+            if client is not None and self.connected and await self._reached_by(home) >= client.reached:
+                await self._move(client, home)
+
+    async def _reached_by(self, url: str) -> int:
+        """Return the number of addresses that this server tells; 0 if it does not answer."""
+        encrypted = self._tls.get("tls") if self._config.tls_handshake_first else None
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                return len((await server_info(url, encrypted)).get("connect_urls") or ())
+        except (OSError, TimeoutError, ValueError):
+            return 0
+
+    async def _move(self, former: FairClient, url: str) -> None:
+        """Connect to this server, and leave the former one once the new connection has all subscriptions."""
+        _log.warning("moving from the NATS server at %s to the one at %s", self.url, url)
+        try:
+            client = await self._dial(url)
+        except (BusUnavailable, nats.errors.Error, OSError) as error:
+            return _log.warning("stayed: %s", error)
+        async with self.subscribing:
+            if self._client is not former:
+                return self._leave(client)
+            self._client = client
+            try:
+                await self.on_open()
+            except (BusUnavailable, nats.errors.Error, OSError):
+                await client.close()  # and dial anew
+                raise
+            finally:
+                self._leave(former)
+        self._waits.fail_all(BusUnavailable("moved to another NATS server while waiting"))
+        await self._on_reconnected()
+
+    def _leave(self, client: FairClient) -> None:
+        """Close a connection that this link does not use any more, once what comes on it is handled."""
+        client._disconnected_cb = client._closed_cb = _nothing
+        client.options |= {"allow_reconnect": False, "drain_timeout": _LEAVES_S}
+        self._own(client.drain() if client.is_connected else client.close())
+
+    def _own(self, work: Awaitable[None]) -> asyncio.Task[None]:
         async def guarded() -> None:
             try:
                 await work
@@ -382,6 +467,7 @@ class Link:
         task = asyncio.get_running_loop().create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error

@@ -218,8 +218,15 @@ class Server:
         self._interests[server] = [each for each in self._interests[server] if each not in interests]
         self._found.clear()
 
+    @property
+    def told(self) -> list[str]:
+        """Addresses that it tells its clients."""
+        return [self.url, *(each.url for each, route in self.routes.items() if route.is_open)]
+
     def meet(self, other: "Server") -> None:
         """A route to it has opened, or closed."""
+        for connection in self.connections.values():
+            connection.tell_reach()
         self._interests[other] = []
         self._found.clear()
         self._tell(other, partial(other.learn, list(self._interests[self])))

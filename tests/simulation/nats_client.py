@@ -1,6 +1,7 @@
 """The client that `shared.bus` stands on, in a world: as much of nats-py as is used."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,8 @@ class VirtualClient:
         self._current_server: Srv | None = None
         self.options: dict[str, Any] = {}
         self._server_pool: list[Srv] = []
+        self.reached = 0
+        self.on_fewer: Callable[[], None] | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -68,6 +71,7 @@ class VirtualClient:
         self._wire = Connection(self._bus, self._process, options["name"], options["user"] or "")
         self._wire.take = self._take
         self._wire.on_broken = self._on_broken
+        self._wire.on_reach = self._on_reach
         at = count()
         while not await self._dial(self._server_pool[next(at) % len(urls)]):
             await asyncio.sleep(0.05)
@@ -171,6 +175,14 @@ class VirtualClient:
         name = subject.rpartition(".KV_")[2]
         await self.jetstream(timeout).call(name, lambda server: server.step_down(name))
 
+    async def drain(self) -> None:
+        """Close once what the server has sent is handled."""
+        for sid in self._subs:
+            await self._send_unsubscribe(sid)
+        with contextlib.suppress(TimeoutError):
+            await self.flush(self.options["drain_timeout"])
+        await self.close()
+
     async def close(self) -> None:
         if self.is_closed:
             return
@@ -201,6 +213,11 @@ class VirtualClient:
             Msg(_client=self, subject=subject, reply=reply, data=data, headers=headers, _sid=sid)  # type: ignore[arg-type]
         )
 
+    def _on_reach(self, reached: int) -> None:
+        before, self.reached = self.reached, reached
+        if reached < before and self.on_fewer is not None:
+            self.on_fewer()
+
     def _on_broken(self, away_s: float) -> None:
         if not self.is_closed:
             self.is_reconnecting = True
@@ -229,6 +246,18 @@ class VirtualClient:
             await work
 
         self._process.loop.create_task(run())
+
+
+async def server_info(url: str, _: Any) -> dict[str, list[str]]:
+    """In place of `shared.server_info`."""
+    process = strand().process
+    bus: Bus = process.world.bus
+    server = bus.at(url)
+    until_s = max(server.hangs_until_s, bus.apart_until_s(process.name, server.name))
+    await asyncio.sleep(max(0.0, until_s - process.world.now_s) + 2 * bus.delay_s())
+    if not server.is_up:
+        raise ConnectionRefusedError
+    return {"connect_urls": server.told}
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from tests.simulation import threads
 from tests.simulation.bulk import Sockets
 from tests.simulation.disk import Disks
 from tests.simulation.http import VirtualListener, VirtualServer
-from tests.simulation.nats_client import ExpressSocket, VirtualClient
+from tests.simulation.nats_client import ExpressSocket, VirtualClient, server_info
 from tests.simulation.world import World
 
 _ENGINE = (engine_thread, transfers, disk, simulated, futures)
@@ -94,6 +94,7 @@ def inhabited(world: World, sockets: Sockets, disks: Disks) -> Iterator[None]:
         replace(simulated.SimulatedEngine, "__init__", _with_sleep(simulated.SimulatedEngine.__init__))
         replace(departures, "_refuses", sockets.refuses)
         replace(link, "FairClient", VirtualClient)
+        replace(link, "server_info", server_info)
         replace(bus_connection, "Express", SimpleNamespace(connect=_express))
         for module in (tcp, bulk_server, pipe):
             replace(module, "socket", sockets)

@@ -76,6 +76,8 @@ class Connection(Wire):
         process.on_death.append(self._on_death)
         self.take: Callable[..., None] = lambda *_: None
         """At the client: a message of a subscription."""
+        self.on_reach: Callable[[int], None] = lambda servers: None
+        """At the client: its server reaches so many, itself included."""
         self.on_broken: Callable[[float], None] = lambda away_s: None
         """Given the time for which it cannot come back."""
         bus.all.append(self)
@@ -107,7 +109,12 @@ class Connection(Wire):
         self._life += 1
         self._last_s.clear()
         self._cut_until_s.clear()
+        self.tell_reach()
         server.enter(self)
+
+    def tell_reach(self) -> None:
+        reached = len(self.server.told)
+        self.down(lambda: self.on_reach(reached))
 
     def close(self) -> None:
         if self.is_open:

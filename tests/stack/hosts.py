@@ -144,8 +144,9 @@ class Fleet:
             text = (self.secrets / f"nats-{number}.conf").read_text()
             (host.folder / "nats.conf").write_text(text.replace(str(self.secrets), str(host.folder)))
             host.start("nats", [nats_server_binary(), "-c", str(host.folder / "nats.conf")], {})
-        for host, names in zip(self.hosts, self.layout, strict=True):
+        for host in self.hosts[SERVERS:]:
             self._move(host, "tls")
+        for host, names in zip(self.hosts, self.layout, strict=True):
             for name in names:
                 service = name.partition("-")[0]
                 argv = [sys.executable, "-m", f"services.{service}", "--instance", name]

@@ -17,12 +17,7 @@ LAYOUT = (
     ("scheduler-1", "placement-1", "worker-2"),
     ("ledger-0", "worker-3"),
 )
-SETTINGS = {
-    "KVASIR_WORKER__KV_BLOCKS": "1024",
-    "KVASIR_SCHEDULER__REFUSE_WAIT_S": "0",
-    "KVASIR_SCHEDULER__WORKER_TIMEOUT_S": "1.2",
-    "KVASIR_SCHEDULER__LEASE_TTL_S": "1",
-}
+SETTINGS = {"KVASIR_WORKER__KV_BLOCKS": "1024", "KVASIR_SCHEDULER__REFUSE_WAIT_S": "0"}
 STREAMS, MIDWAY, LASTS_S = 16, 100, 10.0
 PAUSE_S = 2.0
 """Most that a client waits for its next token, on a machine with time to spare."""
@@ -52,7 +47,7 @@ def undisturbed(four_hosts: Fleet) -> list[Answer]:
     return ask(four_hosts, lambda: None)
 
 
-def check(answers: list[Answer], undisturbed: list[Answer], most_s: float, what: str, hosts: Fleet) -> None:
+def check(answers: list[Answer], undisturbed: list[Answer], what: str, hosts: Fleet) -> None:
     """Same answers, and no longer pause than stated, on a machine with time to spare."""
     pauses = sorted(answer.pause_s for answer in answers)
     usual_s = max(answer.pause_s for answer in undisturbed)
@@ -60,7 +55,7 @@ def check(answers: list[Answer], undisturbed: list[Answer], most_s: float, what:
         f"{what}: pauses {pauses[len(pauses) // 2]:.2f} (median) to {pauses[-1]:.2f} s; usual {usual_s:.2f} s"
     )
     assert_same(answers, undisturbed)
-    assert pauses[-1] <= most_s + 10 * usual_s, hosts.logs()
+    assert pauses[-1] <= PAUSE_S + 10 * usual_s, hosts.logs()
 
 
 def test_workers_copy_shadows_to_other_hosts_over_tcp(four_hosts: Fleet, undisturbed: list[Answer]) -> None:
@@ -74,16 +69,14 @@ def test_a_slow_link(four_hosts: Fleet, undisturbed: list[Answer]) -> None:
         answers = ask(four_hosts, lambda: None)
     finally:
         four_hosts.hosts[3].limit()
-    check(answers, undisturbed, PAUSE_S, "slow link", four_hosts)
+    check(answers, undisturbed, "slow link", four_hosts)
 
 
-@pytest.mark.parametrize(
-    ("pair", "most_s"), [((2, 3), PAUSE_S), ((0, 3), PAUSE_S), ((1, 2), LASTS_S + PAUSE_S)]
-)
+@pytest.mark.parametrize("pair", [(2, 3), (0, 3), (1, 2)])
 def test_two_hosts_lose_each_other(
-    four_hosts: Fleet, undisturbed: list[Answer], pair: tuple[int, int], most_s: float
+    four_hosts: Fleet, undisturbed: list[Answer], pair: tuple[int, int]
 ) -> None:
-    """Two hosts with servers do not meet through the third, so what they do together may wait."""
+    """Servers forward nothing for each other, so clients of two that lose each other move to the third."""
     one, other = (four_hosts.hosts[number] for number in pair)
 
     def part() -> None:
@@ -94,7 +87,7 @@ def test_two_hosts_lose_each_other(
                 time.sleep(LASTS_S)
 
     answers = ask(four_hosts, part)
-    check(answers, undisturbed, most_s, f"hosts {pair} lose each other", four_hosts)
+    check(answers, undisturbed, f"hosts {pair} lose each other", four_hosts)
 
 
 @pytest.mark.parametrize("number", [3, 2, 1])
@@ -105,10 +98,10 @@ def test_a_host_cut_off_and_back(four_hosts: Fleet, undisturbed: list[Answer], n
         four_hosts.hosts[number].plug(is_in=True)
 
     answers = ask(four_hosts, cut)
-    check(answers, undisturbed, PAUSE_S, f"host {number} cut off", four_hosts)
+    check(answers, undisturbed, f"host {number} cut off", four_hosts)
 
 
 @pytest.mark.parametrize("number", [3, 2])
 def test_a_host_that_dies(four_hosts: Fleet, undisturbed: list[Answer], number: int) -> None:
     answers = ask(four_hosts, four_hosts.hosts[number].kill)
-    check(answers, undisturbed, PAUSE_S, f"host {number} dies", four_hosts)
+    check(answers, undisturbed, f"host {number} dies", four_hosts)

@@ -125,6 +125,20 @@ async def test_what_an_earlier_leader_hands_over_stays_where_it_is(
     assert [spec.ref.attempt for spec in stack.scheduler.submits] == attempts
 
 
+async def test_what_an_earlier_leader_takes_is_submitted_to_the_later(make_stack: MakeStack) -> None:
+    stack = await make_stack(frame_timeout_s=50.0)
+    scheduler, workers = stack.scheduler, stack.scheduler.workers
+    scheduler.epoch = 7
+    await asyncio.sleep(3 * HEARTBEAT_S)
+    scheduler.epoch, scheduler.workers = 1, []
+    request = asyncio.create_task(stack.chat(temperature=0))
+    await until(lambda: len(scheduler.submits) >= 2, within_s=10.0)
+    assert scheduler.submits[1].ref == scheduler.submits[0].ref
+    scheduler.epoch, scheduler.workers = 7, workers
+    scheduler.known.clear()
+    assert text_of(await request) == ANSWER
+
+
 async def test_a_request_survives_a_scheduler_that_is_late(stack: Stack) -> None:
     await stack.scheduler.bus.detach(FakeScheduler.HANDLERS[:1])
     request = asyncio.create_task(stack.chat(temperature=0))
