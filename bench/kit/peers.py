@@ -65,6 +65,7 @@ def start_vllm(
     kv_blocks: int | None = None,
     threads: int = 1,
     caches: bool = False,
+    dtype: str = "float32",
 ) -> Server:
     """Start `vllm serve` from its own virtual environment, with KV in GiB or in blocks of
     `VLLM_BLOCK_TOKENS`. It computes on `threads` cores from `engine_core` on; `caches`: prefixes.
@@ -73,7 +74,7 @@ def start_vllm(
     """
     port = free_port()
     argv = [str(vllm_binary()), "serve", str(model), "--served-model-name", model.name]
-    argv += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--max-model-len", str(context_tokens), "--block-size", str(VLLM_BLOCK_TOKENS)]
     argv += [] if kv_blocks is None else ["--num-gpu-blocks-override", str(kv_blocks)]
     argv += [

@@ -120,6 +120,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--kv-tokens", type=int, default=4096, help="of each server [%(default)s]")
     parser.add_argument("--model", help="a folder or GGUF file [SmolLM2-135M-Instruct]")
     parser.add_argument("--vllm", choices=VLLM_VARIANTS, default=FASTEST, help="[%(default)s]")
+    parser.add_argument("--vllm-dtype", choices=("float32", "bfloat16"), default="float32", help="[float32]")
 
 
 def run(context: Context) -> Outcome:
@@ -210,6 +211,7 @@ def _started(
                 engine_core=at * threads,
                 threads=threads,
                 caches=True,
+                dtype=flags.vllm_dtype,
                 context_tokens=flags.kv_tokens,
                 max_sequences=64,
                 kv_blocks=flags.kv_tokens // VLLM_BLOCK_TOKENS + 1,  # vLLM keeps one empty
