@@ -1,7 +1,10 @@
 """What always has to hold in a world, and what has to hold when all trouble is over."""
 
 import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
 from unittest.mock import patch
@@ -9,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 
 from services.worker.core.steps import StepCore
+from services.worker.engine.contract import Row
 from services.worker.engine.simulated import token_at
 from services.worker.peers.keeping.loans import SlotPlace
 from services.worker.peers.lending.core.debts import BlockState, GrantKey
@@ -52,6 +56,36 @@ class _Counted:
 
     def check_integrity(self, held: list[int]) -> None:
         self._pool.check_integrity([*held, *self._lent])
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A step in flight, and its own blocks that it writes to."""
+
+    ticket: Any
+    written: set[int]
+    flights: "deque[_Flight]"
+
+    def result(self) -> Any:
+        self.flights.remove(self)
+        return self.ticket.result()
+
+
+def _flights(engine: Any) -> "deque[_Flight]":
+    """Keep the engine's steps in flight from now on."""
+    flights: deque[_Flight] = deque()
+    submit, size, own = engine.submit, engine.block_tokens, engine.kv_blocks
+
+    def noted(rows: Sequence[Row]) -> _Flight:
+        ticket, written = submit(rows), set[int]()
+        for row in rows:
+            end = row.first_position + len(row.tokens)
+            written.update(row.blocks[row.first_position // size : -(-end // size)])
+        flights.append(_Flight(ticket, {block for block in written if block < own}, flights))
+        return flights[-1]
+
+    engine.submit = noted
+    return flights
 
 
 class Checks:
@@ -101,10 +135,12 @@ class Checks:
     def _watch(self, process: Process, worker: Worker) -> None:
         """Its books are looked into by its engine's thread, between two steps."""
         between, looks = worker._runner._between, count()
+        flights = _flights(worker._runner._engine)
 
         def check_and_go_on() -> None:
             if next(looks) % _LOOK_EVERY == 0:
                 self._look(process, worker)
+                self._check_flights(process, worker._door.core, flights)
             between()
 
         worker._runner._between = check_and_go_on
@@ -122,6 +158,17 @@ class Checks:
         if core._plans.epoch < before:
             self._found.append(f"{process.name} obeys epoch {core._plans.epoch} after {before}")
         self._last_worker_epochs[process] = core._plans.epoch
+
+    def _check_flights(self, process: Process, core: StepCore, flights: Iterable[_Flight]) -> None:
+        """What a step in flight writes to belongs to a sequence, or waits for the step."""
+        table = core._table
+        tables = (*(held.blocks for held in table._held.values()), *table.in_flight.blocks)
+        held = {block for blocks in tables for block in blocks}
+        for flight in flights:
+            if lost := flight.written - held:
+                self._found.append(
+                    f"{process.name}: blocks {sorted(lost)} of a step in flight are given away"
+                )
 
     def _check_books(self, process: Process, core: StepCore) -> None:
         """Raises AssertionError. Blocks on their way to or from another worker are somebody's, too."""
