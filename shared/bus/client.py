@@ -22,14 +22,14 @@ class FairClient(Client):
 
     reached = 0
     """Number of addresses that the server told last: its own, and those of servers that it reaches."""
-    on_fewer: Callable[[], None] | None = None
-    """Called when `reached` sinks."""
+    on_reach: Callable[[int], None] | None = None
+    """Called with the former `reached` when it changes."""
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         await super()._process_info(info, initial_connection)
         before, self.reached = self.reached, len(info.get("connect_urls") or ())
-        if self.reached < before and self.on_fewer is not None:
-            self.on_fewer()
+        if self.reached != before and self.on_reach is not None:
+            self.on_reach(before)
 
     async def _process_op_err(self, e: Exception) -> None:
         """Abort the lost connection: asyncio waits 30 s for a server that hangs to end its encryption."""

@@ -151,6 +151,7 @@ class Bus:
         self._link.on_open = self._on_open
         self._link.on_lost = self._on_lost
         self._link.on_regained = self._on_regained
+        self._link.on_met = self.departures.forget
         self._link.on_refused = self._on_refused
 
     @classmethod

@@ -128,6 +128,10 @@ class Departures:
             self._knocking.add(knocking)
             knocking.add_done_callback(self._knocking.discard)
 
+    def forget(self) -> None:
+        """Forget who left: they may have gone on at a server from which nothing was heard."""
+        self._gone.clear()
+
     def close(self) -> None:
         """Cancel all pending checks; no callback follows."""
         for knocking in self._knocking:

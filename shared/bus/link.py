@@ -1,10 +1,6 @@
 """Connection to nats-server: opened within a deadline, then kept open indefinitely. nats-py reconnects by
 itself, but closes for good after some server errors (refused credentials, protocol errors). The link then
 dials again.
-
-Servers of a cluster forward nothing for each other. If this one loses a server that another one still
-reaches, the link moves there: it connects and subscribes anew, and closes the former connection then. It
-moves back to the first of its servers, the nearest, once that reaches as many.
 """
 
 import asyncio
@@ -25,9 +21,9 @@ from nats.aio.client import Client
 from shared import watchdog
 from shared.bus.client import EncryptedClient, FairClient
 from shared.bus.counters import BusCounters
+from shared.bus.server_choice import ServerChoice
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, ConfigError, KvasirError, PermissionRefused
-from shared.server_info import server_info
 from shared.subjects import is_inbox
 
 
@@ -83,10 +79,6 @@ _log = logging.getLogger("kvasir.bus")
 T = TypeVar("T")
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 _LOG_EVERY_S = 5.0
-_LOOKS, _LOOK_S = 8, 0.25
-"""How often, and after how long each time, to look for a server that reaches more others."""
-_HOME_S = 4.0
-"""Mean time between two looks at the first server while connected to another one."""
 _LEAVES_S = 2.0
 """For the last messages of a connection that is not used any more."""
 _ANSWERS_S = 120.0
@@ -184,8 +176,6 @@ class Link:
         self._regained_s = float("-inf")
         self.subscribing = asyncio.Lock()
         """Held while a client gets its subscriptions."""
-        self._looking: asyncio.Task[None] | None = None
-        self._returning: asyncio.Task[None] | None = None
         self._last_error: Exception | None = None
         self._logged_at: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -195,6 +185,8 @@ class Link:
         self.on_open: Hook = _nothing
         self.on_lost: Callable[[], None] = lambda: None
         self.on_regained: Hook = _nothing
+        self.on_met: Callable[[], None] = lambda: None
+        self._choice = ServerChoice(config, self._tls.get("tls"), self._now, self._move, self._own)
         self.on_refused: Callable[[str, str], None] = lambda verb, subject: None
 
     @property
@@ -227,7 +219,7 @@ class Link:
         self._client = await self._dial()
         await self.on_open()
         self._mark(up=True)
-        self._head_home()
+        self._choice.head_home()
 
     async def wait_connected(self) -> None:
         """Wait until connected; the caller sets the deadline. Raise BusUnavailable if the bus is closed."""
@@ -301,7 +293,7 @@ class Link:
         """Return a connected client, of the server `first` if it answers. Raise BusUnavailable after
         `connect_timeout_s`."""
         client = EncryptedClient() if self._tls else FairClient()
-        client.on_fewer = partial(self._on_fewer, client)
+        client.on_reach = partial(self._on_reach, client)
         urls = sorted(self._config.urls, key=lambda url: url != first)
         connecting = asyncio.get_running_loop().create_task(client.connect(urls, **self._options(client)))
         try:
@@ -365,7 +357,9 @@ class Link:
         self._mark(up=True)
         _log.warning("reconnected to NATS at %s", self.url)
         self._own(self.on_regained())
-        self._head_home()
+        if self.servers > 1:
+            self.on_met()
+            self._choice.head_home()
 
     async def _on_closed(self) -> None:
         if self._client is None or self._closing or self._reviving:
@@ -391,44 +385,14 @@ class Link:
                 await asyncio.sleep(BACKOFF_S[1])
         self._reviving = False
 
-    def _on_fewer(self, client: FairClient) -> None:
-        if self.servers > 1 and (self._looking is None or self._looking.done()):
-            self._looking = self._own(self._look_around(client))
+    def _now(self) -> tuple[FairClient, str] | None:
+        return (self._client, self.url) if self._client is not None and self.connected else None
 
-    async def _look_around(self, client: FairClient) -> None:
-        """Move to a server that reaches more others than this one, if there is one."""
-        for _ in range(_LOOKS):
-            await asyncio.sleep(_LOOK_S)
-            others = [url for url in self._config.urls if url != self.url]
-            reached = await asyncio.gather(*map(self._reached_by, others))
-            if self._client is not client or not self.connected:
-                return
-            most, url = max(zip(reached, others, strict=True))
-            if most > client.reached:
-                return await self._move(client, url)
-
-    def _head_home(self) -> None:
-        is_away = self.servers > 1 and self.url != self._config.urls[0]
-        if is_away and (self._returning is None or self._returning.done()):
-            self._returning = self._own(self._return_home())
-
-    async def _return_home(self) -> None:
-        """Move to the first server once it reaches as many others as this one."""
-        home = self._config.urls[0]
-        while self.url != home:
-            await asyncio.sleep(random.uniform(0.5, 1.5) * _HOME_S)
-            client = self._client
-            if client is not None and self.connected and await self._reached_by(home) >= client.reached:
-                await self._move(client, home)
-
-    async def _reached_by(self, url: str) -> int:
-        """Return the number of addresses that this server tells; 0 if it does not answer."""
-        encrypted = self._tls.get("tls") if self._config.tls_handshake_first else None
-        try:
-            async with asyncio.timeout(_LOOK_S):
-                return len((await server_info(url, encrypted)).get("connect_urls") or ())
-        except (OSError, TimeoutError, ValueError):
-            return 0
+    def _on_reach(self, client: FairClient, before: int) -> None:
+        if client.reached > before:
+            self.on_met()
+        else:
+            self._choice.look_around(client)
 
     async def _move(self, former: FairClient, url: str) -> None:
         """Connect to this server, and leave the former one once the new connection has all subscriptions."""

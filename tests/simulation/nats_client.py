@@ -45,7 +45,7 @@ class VirtualClient:
         self.options: dict[str, Any] = {}
         self._server_pool: list[Srv] = []
         self.reached = 0
-        self.on_fewer: Callable[[], None] | None = None
+        self.on_reach: Callable[[int], None] | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -215,8 +215,8 @@ class VirtualClient:
 
     def _on_reach(self, reached: int) -> None:
         before, self.reached = self.reached, reached
-        if reached < before and self.on_fewer is not None:
-            self.on_fewer()
+        if reached != before and self.on_reach is not None:
+            self.on_reach(before)
 
     def _on_broken(self, away_s: float) -> None:
         if not self.is_closed:

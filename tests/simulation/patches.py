@@ -36,6 +36,7 @@ import services.worker.service as worker_service
 import shared.bus.connection as bus_connection
 import shared.bus.departures as departures
 import shared.bus.link as link
+import shared.bus.server_choice as server_choice
 from services.gateway.text.tokenizer import Codec, load_codec
 from shared.bus.express import Express
 from tests.simulation import threads
@@ -94,7 +95,7 @@ def inhabited(world: World, sockets: Sockets, disks: Disks) -> Iterator[None]:
         replace(simulated.SimulatedEngine, "__init__", _with_sleep(simulated.SimulatedEngine.__init__))
         replace(departures, "_refuses", sockets.refuses)
         replace(link, "FairClient", VirtualClient)
-        replace(link, "server_info", server_info)
+        replace(server_choice, "server_info", server_info)
         replace(bus_connection, "Express", SimpleNamespace(connect=_express))
         for module in (tcp, bulk_server, pipe):
             replace(module, "socket", sockets)
