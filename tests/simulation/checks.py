@@ -371,7 +371,8 @@ class Checks:
         robbed, ago_s = self._fleet.present.get(before.instance), now_s - renewed_s
         if robbed is None or not robbed.alive or robbed.began_s > renewed_s:
             return
-        has_left = any(each.breaks for each in self._fleet.bus.all if each.process is robbed)
+        wires = (each for each in self._fleet.bus.all if each.process is robbed)
+        has_left = any(each.breaks or not each.is_open for each in wires)  # it may have moved, too
         if not has_left and ago_s < self._lease_ttl_s / 2:
             self._found.append(
                 f"{holder.instance} takes {role} from {before.instance}, who renewed it {ago_s:.3f} s ago"
