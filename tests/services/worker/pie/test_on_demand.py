@@ -79,8 +79,8 @@ def test_without_host_memory_for_a_level_it_is_left_out(
     """It would take as much host memory as there is KV, and a GPU's steps would not overlap."""
     model = describe(llama)
     level_bytes = slot_blocks(LAYERS, LEAST_FIFO_LAYERS, KV_BLOCKS) * model.block_bytes(BLOCK_TOKENS)
-    sizes = {"kv_blocks": KV_BLOCKS, "block_tokens": BLOCK_TOKENS, "pie_bytes": level_bytes - missing_bytes}
-    engine = TorchEngine(model, pie=PieSettings(), **sizes)
+    host_bytes, pie = level_bytes - missing_bytes, PieSettings()
+    engine = TorchEngine(model, kv_blocks=KV_BLOCKS, block_tokens=BLOCK_TOKENS, pie=pie, pie_bytes=host_bytes)
     assert (engine.pie is not None) == is_there
     if engine.pie is not None:
         engine.pie.close()
