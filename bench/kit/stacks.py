@@ -49,7 +49,7 @@ PIE: Settings = {"worker.pie.enabled": True}
 PLAIN: Settings = {"worker.threads": 1, "worker.prefix_cache.enabled": False, "scheduler.policy": "vllm"}
 """Settings for a comparison with another engine or server: one thread, no prefix cache."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_START_S = 240.0
+START_S = 240.0
 _STATUS_S = 30.0
 
 
@@ -75,11 +75,11 @@ class Server:
 AnyServer = TypeVar("AnyServer", bound=Server)
 
 
-def started(server: AnyServer, path: str = "/health") -> AnyServer:
+def started(server: AnyServer, path: str = "/health", within_s: float = START_S) -> AnyServer:
     """Return the server once a GET of `path` succeeds. Ends it and raises InternalError if it does not
     start."""
     try:
-        server.tree.await_(lambda: answers(server.target, path), _START_S)
+        server.tree.await_(lambda: answers(server.target, path), within_s)
     except BaseException:
         server.tree.end()
         raise
@@ -185,6 +185,7 @@ def start_stack(
     gateways: int = 1,
     environ: Mapping[str, str] = ONE_THREAD,
     refuses: bool = False,
+    within_s: float = START_S,
 ) -> Stack:
     """Start `python -m services up` on free ports and wait until ready; its log lies beside `run_dir`.
 
@@ -201,7 +202,7 @@ def start_stack(
         argv += ["--set", f"{key}={value if isinstance(value, str | Path) else json.dumps(value)}"]
     log = run_dir.with_name(f"{run_dir.name}.log")
     tree = ProcessTree(name, argv, {**os.environ, **environ}, log, ROOT)
-    started(Server(name, tree, Target(port, model.name)), "/ready")
+    started(Server(name, tree, Target(port, model.name)), "/ready", within_s)
     target = Target(port, model.name, RunDirectory(run_dir).credentials().api_key)
     return Stack(name, tree, target, "worker-0", settings, run_dir)
 

@@ -21,6 +21,7 @@ from services.worker.kv.store import CacheableEngine, KvStore, open_store
 from services.worker.kv.tiers.records import CRC
 from services.worker.kv.transfers import TransferEngine
 from shared.bus import Bus
+from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from services.worker.pie.blocks import BlockPie
@@ -107,6 +108,21 @@ def core_of(
     drafts = Drafts(config.lookup_tokens) if config.lookup_tokens else None
     table, speed = SequenceTable(pool, limits, prefixes, worker), SpeedMeter(engine.prefill_tokens_per_s)
     return StepCore(identity, table, speed, drafts)
+
+
+def on_its_gpu(config: WorkerConfig) -> WorkerConfig:
+    """Return the settings for a process that sees GPU `cuda:N` alone, as `cuda`; call it before CUDA is used.
+
+    Kernels, streams and graphs are launched on the current device, which is the first in every new thread."""
+    number = config.device.partition(":")[2]
+    if not number:
+        return config
+    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    if visible and int(number) >= len(visible):
+        text = f"device {config.device}: CUDA_VISIBLE_DEVICES lists {len(visible)} GPUs, counted from 0"
+        raise ConfigError(text, param="device")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if visible else number
+    return config.model_copy(update={"device": "cuda"})
 
 
 def make_engine(config: WorkerConfig, progress: LoadProgress | None = None) -> Engine:

@@ -8,7 +8,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from services.worker.assembly import core_of, costs_of, make_engine, memory_mb, open_cache, pool_of
+from services.worker.assembly import (
+    core_of,
+    costs_of,
+    make_engine,
+    memory_mb,
+    on_its_gpu,
+    open_cache,
+    pool_of,
+)
 from services.worker.config import WorkerConfig
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.steps import StepCore
@@ -433,7 +441,7 @@ async def run(config: WorkerConfig) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         async with asyncio.TaskGroup() as tasks:
-            for one in config.crew():
+            for one in on_its_gpu(config).crew():
                 tasks.create_task(_serve(one))
     except* KvasirError as group:
         raise group.exceptions[0] from None

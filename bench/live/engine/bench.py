@@ -10,7 +10,7 @@ from bench.kit.context import Context, check_resumable, read_cells
 from bench.kit.cores import Cores
 from bench.kit.models import RANDOM_SHAPES, checkpoint, plain_folder, vocabulary
 from bench.kit.outcome import Outcome
-from bench.kit.peers import FASTEST, VLLM_VARIANTS, start_vllm, vllm_binary
+from bench.kit.peers import FASTEST, VLLM_VARIANTS, start_vllm, vllm_serve
 from bench.kit.stacks import start_all
 from bench.live.engine import figures
 from bench.live.engine.duel import BatchCell, Duel, cells, missing, run_turns
@@ -99,7 +99,7 @@ def _measure(
     most = max(cell.batch for cell in workload)
     setup = Setup(model, flags.kv_gib, most, cores.engine, context.run_dir.resolve(), flags.gguf)
     if flags.peer == "vllm":
-        vllm_binary()
+        vllm_serve("cpu")
         settings: dict[str, Any] = {"engine_core": setup.engine_core, "context_tokens": MAX_CONTEXT_TOKENS}
         settings |= {"max_sequences": most, "kv_gib": flags.kv_gib, "model": plain_folder(model)}
         peer = partial(start_vllm, setup.run_dir, variant=VLLM_VARIANTS[flags.vllm], **settings)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.kit.context import Context
-from bench.kit.peers import FASTEST, VLLM_BLOCK_TOKENS, VLLM_VARIANTS, start_vllm, vllm_binary
+from bench.kit.peers import FASTEST, VLLM_BLOCK_TOKENS, VLLM_VARIANTS, start_vllm, vllm_serve
 from bench.kit.stacks import Server, start_all
 from bench.live.serve.arena import Arena, Workload, true_lengths
 from bench.live.serve.plan import Plan
@@ -48,7 +48,7 @@ def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -
     shape = Shape(plan.model, plan.kv_tokens, plan.context_tokens, core, folder, plan.workers, ours)
     starts = [partial(start_ours, shape, Policy(BASE, "vllm", "constant"))]
     if variant is not None:
-        vllm_binary()
+        vllm_serve("cpu")
     if variant is not None and PEER in plan.sides:
         sizes: dict[str, Any] = {"engine_core": core, "context_tokens": plan.context_tokens}
         sizes |= {"max_sequences": MAX_SEQUENCES, "kv_blocks": plan.kv_tokens // VLLM_BLOCK_TOKENS + 1}

@@ -1,18 +1,20 @@
 """`python -m bench gpu`: memory bandwidth used by decodes, with Llama shapes and random weights.
 
 It measures one layer's attention against PyTorch's, and whole decode steps. The limit is a copy on the
-device, bytes read and written together.
+device, bytes read and written together. With `--serve` it measures whole servers instead.
 """
 
 import argparse
 import gc
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import product
 
 import torch
 
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
+from bench.live import gpu_serve
 from bench.micro.gpu.attention import measure_attention, measured
 from bench.micro.gpu.steps import (
     BLOCK_TOKENS,
@@ -34,13 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 4096], metavar="TOKENS")
     parser.add_argument("--kernels-only", action="store_true", help="no whole steps: no weights are made")
+    parser.add_argument("--serve", action="store_true", help="our stack against bare vllm serve instead")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of --serve [%(default)s]")
+    parser.add_argument("--model", default="random-1b", help="of --serve: a folder or a name [%(default)s]")
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 32, 128, 256], help="of --serve")
+    parser.add_argument("--budget-s", type=float, default=450, help="--serve waits no longer [%(default)s]")
 
 
 def run(context: Context) -> Outcome:
     """Run the bench. Raises ConfigError without a CUDA device or Triton, or if a context is not whole
     blocks."""
-    device = cuda_device()
     asked = context.arguments
+    device = torch.device("cpu") if asked.serve and asked.device == "cpu" else cuda_device()
+    if asked.serve:
+        return gpu_serve.run(context)
     models, batches, contexts = asked.models, asked.batches, asked.contexts
     if min(*batches, *contexts) < 1 or any(tokens % BLOCK_TOKENS for tokens in contexts):
         raise ConfigError(f"--batches are positive, --contexts multiples of {BLOCK_TOKENS}")
@@ -68,11 +77,8 @@ def cuda_device() -> torch.device:
     """Return the CUDA device. Raises ConfigError if there is none, or no Triton."""
     if not torch.cuda.is_available():
         raise ConfigError("no CUDA device here: `bench gpu` measures on one, and nothing was measured")
-    try:
-        import triton
-    except ImportError as error:
-        raise ConfigError(f"Triton is not installed (make setup-gpu): {error}") from error
-    del triton
+    if find_spec("triton") is None:
+        raise ConfigError("Triton is not installed (make setup-gpu)")
     return torch.device("cuda", torch.cuda.current_device())
 
 

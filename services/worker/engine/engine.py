@@ -32,7 +32,7 @@ from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records, records_of
 from services.worker.pie.blocks import BlockPie, assemble
 from services.worker.pie.core.meter import DecodeCost
-from services.worker.pie.core.sizes import most_fifo_layers
+from services.worker.pie.core.sizes import most_in_blocks
 from shared.blocks import fingerprint
 from shared.clock import Clock, monotonic_s
 from shared.errors import ConfigError, InternalError
@@ -89,9 +89,10 @@ class TorchEngine:
             raise ConfigError(text, param="kv_dtype")
         open_stream = stream_opener(library, model.device)
         self.pie: BlockPie | None = None
-        can_swap = open_stream is not None and pie_bytes > 0
         shapes = [(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in model.layers]
-        if pie is not None and _is_swapped(pie, shapes, can_swap_blocks=can_swap):
+        layer_bytes = model.block_bytes(block_tokens) // len(shapes)
+        host_blocks = 0 if open_stream is None else pie_bytes // layer_bytes
+        if pie is not None and _is_swapped(pie, shapes, kv_blocks, host_blocks):
             self.pie = assemble(
                 pie,
                 shapes,
@@ -286,11 +287,14 @@ def _is_chunk(row: Row) -> bool:
     return len(row.tokens) > 1
 
 
-def _is_swapped(pie: PieSettings, shapes: Sequence[object], *, can_swap_blocks: bool) -> bool:
-    """Return whether to use Pie; with `auto` only if all layers have one shape and blocks can be swapped."""
+def _is_swapped(pie: PieSettings, shapes: Sequence[object], kv_blocks: int, host_blocks: int) -> bool:
+    """Return whether to use Pie; with `auto` only if all layers have one shape and a level fits into
+    `host_blocks` blocks of one layer. At level 0 Pie takes as much host memory as there is KV, which a GPU
+    page-locks, and steps do not overlap."""
     if pie.enabled != "auto":
         return pie.enabled
-    return can_swap_blocks and len({*shapes}) == 1 and most_fifo_layers(len(shapes)) > 0
+    can_rise = pie.fifo_layers > 0 or most_in_blocks(len(shapes), kv_blocks, host_blocks) > 0
+    return host_blocks > 0 and len({*shapes}) == 1 and can_rise
 
 
 def _written_blocks(rows: Sequence[Row], block_tokens: int) -> int:

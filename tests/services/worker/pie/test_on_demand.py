@@ -14,8 +14,10 @@ from services.worker.engine.loading import describe
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.pie.blocks import BlockPie
 from services.worker.pie.core.meter import DecodeCost
+from services.worker.pie.core.sizes import LEAST_FIFO_LAYERS, slot_blocks
 from shared.messages.sequence import Sampling
 from tests.services.worker.engine.rig import BLOCK_TOKENS
+from tests.services.worker.pie.conftest import LAYERS
 
 KV_BLOCKS, WINDOW = 60, 4
 POINT = SamplePoint(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0)
@@ -68,6 +70,20 @@ def worker(llama: Any) -> Iterator[AtWork]:
     yield AtWork(engine)
     assert engine.pie is not None
     engine.pie.close()
+
+
+@pytest.mark.parametrize(("missing_bytes", "is_there"), [(0, True), (1, False)])
+def test_without_host_memory_for_a_level_it_is_left_out(
+    llama: Any, missing_bytes: int, is_there: bool
+) -> None:
+    """It would take as much host memory as there is KV, and a GPU's steps would not overlap."""
+    model = describe(llama)
+    level_bytes = slot_blocks(LAYERS, LEAST_FIFO_LAYERS, KV_BLOCKS) * model.block_bytes(BLOCK_TOKENS)
+    host_bytes, pie = level_bytes - missing_bytes, PieSettings()
+    engine = TorchEngine(model, kv_blocks=KV_BLOCKS, block_tokens=BLOCK_TOKENS, pie=pie, pie_bytes=host_bytes)
+    assert (engine.pie is not None) == is_there
+    if engine.pie is not None:
+        engine.pie.close()
 
 
 @pytest.mark.parametrize("cost", [None, ROWS_ARE_ALL])
