@@ -66,8 +66,10 @@ def make(name: str, folder: Path) -> None:
     MAKERS[name]({**_COMMON, **ends, "pad_token_id": 0, "vocab_size": len(tokenizer)}).save_pretrained(folder)
 
 
-MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-MODULES += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+MODULES = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
 
 
 def make_adapter(model: Path, folder: Path, rank: int, modules: Sequence[str] = MODULES) -> None:

@@ -55,7 +55,7 @@ def test_so_do_several_ranks_and_model_runner_v2(
     assert generated(TINY_CHAT, *words, str(adapters))["engine"] == reference["vllm"]
 
 
-def test_so_does_a_stack(stack: RunningStack, reference: dict[str, Any]) -> None:
+def test_so_does_a_stack(reference: dict[str, Any], stack: RunningStack) -> None:
     asked, tokens = reference["prompts"], len(reference["vllm"][0])
     how: dict[str, Any] = {"max_tokens": tokens, "temperature": 0}
     more = {"ignore_eos": True, "return_token_ids": True}
