@@ -77,7 +77,6 @@ def test_adapters_share_no_prefix(stack: RunningStack) -> None:
     tenant.close()
     assert [each.cached_tokens for each in told] == [0, 0, 0, 384, 384, 384]
     assert [each.text for each in told[:3]] == [each.text for each in told[3:]]
-    assert len({each.text for each in told}) == 3
 
 
 async def test_answers_survive_a_killed_worker(stack: RunningStack) -> None:
