@@ -152,9 +152,9 @@ class OpenChoice:
 
     @property
     def fingerprint(self) -> bytes:
-        """Digest of the tenant, model and prompt."""
+        """Digest of the tenant, model, adapter and prompt."""
         exchange = self.exchange
-        about = f"{exchange.tenant.name}/{exchange.model}/".encode()
+        about = f"{exchange.tenant.name}/{exchange.model}/{exchange.adapter}".encode()
         return blake2b(about + self.prompt, digest_size=16).digest()
 
     def spec(self, gateway_id: str, gateway_incarnation: int, now_s: float) -> SequenceSpec:
@@ -170,6 +170,7 @@ class OpenChoice:
             deadline_in_s=exchange.deadline.remaining_s(),
             cache_salt=exchange.cache_salt,
             model=exchange.model,
+            adapter=exchange.adapter,
             priority=exchange.priority,
             tenant=exchange.tenant,
             open_tokens=self.stream.open_tokens(self.sampling.max_tokens),
@@ -193,6 +194,7 @@ class Exchange:
     figures: ModelFigures = field(default_factory=ModelFigures)
     cache_salt: bytes = b""
     model: str = ""
+    adapter: str = ""
     priority: int = 0
     tenant: Tenant = NOBODY
     heir_digest: bytes = b""

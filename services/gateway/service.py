@@ -153,6 +153,7 @@ async def run(config: GatewayConfig) -> None:
         async with asyncio.TaskGroup() as tasks, bus.served_within():
             now_s = AwakeClock(monotonic_s, lambda: bus.connected)
             sessions = Sessions(config, bus, tasks, now_s)
+            models.adapters = sessions.workers.adapters
             urls = {"url": url_of(listener), "operator_url": url_of(operator)}
             await bus.attach(HANDLERS, sessions)
             with fenced("handed-over sequences"):  # refused by a nats-server of an earlier release

@@ -129,10 +129,11 @@ class Sessions:
         model: str = "",
         tenant: Tenant = NOBODY,
         legacy: Legacy = NO_LEGACY,
+        adapter: str = "",
     ) -> Exchange:
-        """Submit the job's sequences to workers of `model`; `legacy` holds tokens from a former gateway.
-        Requests with the same `salt` share cached prefixes. Raises Overloaded at the sequence limit, and
-        ShuttingDown."""
+        """Submit the job's sequences to workers of `model`, for its `adapter` if set; `legacy` holds tokens
+        from a former gateway. Requests with the same `salt` share cached prefixes. Raises Overloaded at the
+        sequence limit, and ShuttingDown."""
         if self._is_ended:
             raise ShuttingDown
         more = len(job.prompts) * job.n - self._config.max_active_sequences
@@ -145,6 +146,7 @@ class Sessions:
             figures=self.counters.models[model or self._config.served_name],
             cache_salt=salt,
             model=model,
+            adapter=adapter,
             priority=job.priority,
             tenant=tenant,
             heir_digest=heir_digest_of(legacy.heir_key),

@@ -97,12 +97,14 @@ def core_of(
         weights=engine.weights,
         fingerprint=engine.fingerprint if isinstance(engine, CacheableEngine) else b"",
         carries=engine.carries,
+        adapters=tuple(config.vllm.adapters),
     )
     limits = SequenceLimits(
         max_context_tokens=engine.max_positions if isinstance(pool, ExtendedPool) else own_tokens,
         vocabulary=engine.vocabulary,
         end_retention_s=_END_RETENTION_S,
         gateway_timeout_s=config.gateway_timeout_s,
+        adapters=identity.adapters,
     )
     worker = (identity.worker_id, identity.incarnation)
     drafts = Drafts(config.lookup_tokens) if config.lookup_tokens else None

@@ -47,7 +47,7 @@ def build_vllm(config: WorkerConfig) -> VllmEngine:
     )
     engine = VllmEngine(
         runner,
-        weights=checkpoint_digest(config.model, str(runner.dtype)),
+        weights=checkpoint_digest(config.model, str(runner.dtype), config.vllm.adapters),
         block_tokens=config.block_tokens,
         max_rows=config.vllm.max_rows,
         max_step_tokens=config.vllm.max_step_tokens,

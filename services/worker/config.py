@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
+from services.worker.adapters import largest_rank
 from services.worker.core.costs import find_cost
 from services.worker.core.settings import (
     VLLM_BLOCK_TOKENS,
@@ -121,6 +122,7 @@ class WorkerConfig(ModelServiceConfig):
     def check(self) -> None:
         super().check()
         check_model(self.model)
+        largest_rank(self.vllm.adapters)
         if self.lookup_tokens and (self.engine == "vllm" or self.device != "cpu"):
             text = "lookup_tokens is for the engines native and simulated on a CPU: leave it out"
             raise ConfigError(text, param="lookup_tokens")
@@ -165,6 +167,10 @@ class WorkerConfig(ModelServiceConfig):
         without = [name for name, is_set in wanted.items() if is_set]
         if self.engine in _LACKING and without:
             raise ValueError(f"{_LACKING[self.engine]}: leave out {', '.join(without)}")
+        if self.vllm.adapters and self.engine != "vllm":
+            raise ValueError(
+                f"engine {self.engine} has no LoRA adapters: leave out vllm.adapters, or set engine vllm"
+            )
         if self.engine == "vllm" and self.device != "cpu" and self.vllm.tensor_parallel > 1:
             raise ValueError(
                 "several ranks share their KV with Kvasir on a CPU only: set vllm.tensor_parallel 1, and "

@@ -330,8 +330,8 @@ def row_of(item: WorkItem, places: Mapping[int, int] = _NOWHERE) -> Row:
         index = end - sequence.prompt_tokens - sampling.forced_tokens
         point = SamplePoint(sampling, sequence.ref.choice, index, tokens)
     if first >= len(tokens):
-        return Row(_UNKNOWN, first, sequence.blocks, point, places[id(sequence)])
-    return Row(tokens[first:end], first, sequence.blocks, point)
+        return Row(_UNKNOWN, first, sequence.blocks, point, places[id(sequence)], sequence.adapter)
+    return Row(tokens[first:end], first, sequence.blocks, point, adapter=sequence.adapter)
 
 
 def rows_for(work: StepWork, before: StepWork | None) -> StepRows:

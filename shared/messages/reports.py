@@ -198,7 +198,10 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     caches_prefixes: bool = False
     """True if blocks outlive their sequences, under hashes that begin with the fingerprint."""
     weights: Text = ""
-    """Digest of model, configuration and weights in hex; empty: unknown. Workers of one model must agree."""
+    """Digest of model, configuration, weights and adapters in hex; empty: unknown. Workers of one model must
+    agree."""
+    adapters: tuple[Text, ...] = ()
+    """Names of its LoRA adapters."""
     kv_block_bytes: Number = 0
     """Bytes of one block over all layers; 0: blocks cannot be fetched."""
     link_bytes_per_s: dict[Id, Rate] = msgspec.field(default_factory=dict)

@@ -176,6 +176,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """True to only compute and store the blocks, without output: prepares a migration."""
     model: Text = ""
     """Name of the model to run; empty: the stack serves only one."""
+    adapter: Text = ""
+    """LoRA adapter of the model; empty: none. `cache_salt` covers it."""
     priority: Priority = 0
     """Within a tenant, lower values run first under every batching policy."""
     tenant: Tenant = NOBODY

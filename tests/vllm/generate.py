@@ -1,9 +1,10 @@
 """In vLLM's environment: greedy answers of a checkpoint, by Kvasir's engine and by vLLM's own `LLM.generate`.
 
-`python -m tests.vllm.generate FOLDER [RANKS [v1|v2 [cpu|cuda]]]` prints a JSON object of `engine` (on so many
-ranks, by that model runner) and `vllm`, lists of token ids, and of `embedded`, what some prompts embed to;
-without `vllm` where V2 is interpreted. Where there is one rank, some steps break off after the first half and
-are run again.
+`python -m tests.vllm.generate FOLDER [RANKS [v1|v2 [cpu|cuda [ADAPTERS]]]]` prints a JSON object of
+`prompts`, `engine` (on so many ranks, by that model runner) and `vllm`, lists of token ids, and `embedded`,
+what some prompts embed to; without `vllm` where V2 is interpreted. Where there is one rank, some steps break
+off after the first half and are run again. All prompts are answered by the model, then by each adapter in the
+folder ADAPTERS.
 """
 
 import json
@@ -11,6 +12,7 @@ import os
 import random
 import sys
 from base64 import b64encode
+from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -34,7 +36,8 @@ def prompts(vocabulary: int) -> list[list[int]]:
 
 
 class _Driven:
-    def __init__(self, prompt: list[int]) -> None:
+    def __init__(self, prompt: list[int], adapter: str) -> None:
+        self.adapter = adapter
         self.prompt_tokens, self.tokens, self.computed = len(prompt), list(prompt), 0
         self.blocks: list[int] = []
 
@@ -48,8 +51,8 @@ class _Driven:
             self.blocks.append(free.pop())
         sampling = Sampling(seed=0, max_tokens=ANSWER_TOKENS, temperature=0.0)
         point = SamplePoint(sampling, 0, end - self.prompt_tokens, self.tokens)
-        is_last = end == len(self.tokens)
-        return Row(self.tokens[self.computed : end], self.computed, self.blocks, point if is_last else None)
+        tokens, asked = self.tokens[self.computed : end], point if end == len(self.tokens) else None
+        return Row(tokens, self.computed, self.blocks, asked, adapter=self.adapter)
 
 
 class Broken(Exception):
@@ -89,11 +92,11 @@ def embedded(engine: Engine) -> list[str]:
     return found
 
 
-def by_engine(engine: Engine, *, breaks: bool) -> list[list[int]]:
+def by_engine(engine: Engine, adapters: dict[str, str], *, breaks: bool) -> list[list[int]]:
     """Chunks and decodes mixed, blocks in any order, rows left out at random; `breaks`: some steps fail."""
     dice = random.Random(1)
     free = dice.sample(range(engine.kv_blocks), engine.kv_blocks)
-    driven = [_Driven(prompt) for prompt in prompts(engine.vocabulary)]
+    driven = [_Driven(prompt, name) for name in ("", *adapters) for prompt in prompts(engine.vocabulary)]
     while left := [each for each in driven if len(each.answer) < ANSWER_TOKENS]:
         chosen = [each for each in left if dice.random() < 0.8] or left
         rows = [each.row(free, engine.block_tokens) for each in chosen]
@@ -107,24 +110,33 @@ def by_engine(engine: Engine, *, breaks: bool) -> list[list[int]]:
     return [each.answer for each in driven]
 
 
-def by_vllm(folder: str, vocabulary: int) -> list[list[int]]:
+def by_vllm(folder: str, vocabulary: int, adapters: dict[str, str]) -> list[list[int]]:
     """Its own scheduler and sampler, all prompts at once."""
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
-    llm: Any = LLM(folder, dtype="float32", enforce_eager=True, block_size=32, kv_cache_memory_bytes=64 << 20)
+    sizes: dict[str, Any] = {"block_size": 32, "kv_cache_memory_bytes": 64 << 20}
+    if adapters:
+        sizes |= {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": 16}
+    llm: Any = LLM(folder, dtype="float32", enforce_eager=True, **sizes)
     how = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts(vocabulary)]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(asked, how, use_tqdm=False)]
+    loras = [None, *(LoRARequest(name, at, adapters[name]) for at, name in enumerate(adapters, 1))]
+    outputs = [each for lora in loras for each in llm.generate(asked, how, use_tqdm=False, lora_request=lora)]
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def main() -> None:
-    folder, ranks, runner, device = [*sys.argv[1:], *("1", "v1", "cpu")[len(sys.argv) - 2 :]]
-    settings = VllmConfig.model_validate({"tensor_parallel": ranks, "model_runner": runner})
+    folder, ranks, runner, device, *own = [*sys.argv[1:], *("1", "v1", "cpu")[len(sys.argv) - 2 :]]
+    adapters = {path.name: str(path) for each in own for path in sorted(Path(each).iterdir())}
+    how = {"tensor_parallel": ranks, "model_runner": runner, "adapters": adapters}
+    settings = VllmConfig.model_validate(how)
     config = WorkerConfig(
         instance="worker-0", engine="vllm", model=folder, kv_blocks=BLOCKS, vllm=settings, device=device
     )
     engine: Any = make_engine(config)
-    found = {"engine": by_engine(engine, breaks=ranks == "1"), "embedded": embedded(engine)}
+    found: dict[str, Any] = {"prompts": prompts(engine.vocabulary)}
+    found |= {"engine": by_engine(engine, adapters, breaks=ranks == "1"), "embedded": embedded(engine)}
     engine.close()
     if (runner, device) == ("v2", "cpu"):
         print(json.dumps(found))
@@ -132,7 +144,7 @@ def main() -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
-    print(json.dumps({**found, "vllm": by_vllm(folder, engine.vocabulary)}))
+    print(json.dumps({**found, "vllm": by_vllm(folder, engine.vocabulary, adapters)}))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Small checkpoints with random weights, of architectures that vLLM has and the native engine may not."""
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from tests.stack.running import TINY_CHAT
@@ -62,3 +64,24 @@ def make(name: str, folder: Path) -> None:
     torch.manual_seed(0)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     MAKERS[name]({**_COMMON, **ends, "pad_token_id": 0, "vocab_size": len(tokenizer)}).save_pretrained(folder)
+
+
+MODULES = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+
+
+def make_adapter(model: Path, folder: Path, rank: int, modules: Sequence[str] = MODULES) -> None:
+    """A LoRA adapter of a Llama with random weights, as PEFT writes it; the rank is its seed, too."""
+    folder.mkdir(parents=True)
+    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    names = [name.rpartition(".")[2] for name in modules]
+    (folder / "adapter_config.json").write_text(json.dumps({**told, "target_modules": names}))
+    dice, tensors = torch.Generator().manual_seed(rank), {}
+    for name, matrix in load_file(model / "model.safetensors").items():
+        if name.endswith(tuple(f"{module}.weight" for module in modules)):
+            stem, (outs, ins) = f"base_model.model.{name.removesuffix('.weight')}", matrix.shape
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, ins, generator=dice) / ins**0.5
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(outs, rank, generator=dice) / 8 / rank**0.5
+    save_file(tensors, folder / "adapter_model.safetensors")

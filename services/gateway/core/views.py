@@ -53,6 +53,8 @@ class WorkerTable:
         self._contexts = {model: Counter[int]() for model in models}
         """Number of workers by context length, for each model."""
         self._last_context_tokens: dict[str, int] = {}
+        self._adapters = {model: Counter[str]() for model in models}
+        """Number of workers by adapter, for each model."""
         self._liveness = Liveness(timeout_s, return_s=timeout_s)
         self.steps = {model: StepSums() for model in models}
         self._counted: dict[str, tuple[Start, StepsReport]] = {}
@@ -102,6 +104,12 @@ class WorkerTable:
         """Return the longest context of the model's workers, or the last known; None before the first."""
         return self._last_context_tokens.get(model)
 
+    def adapters(self, model: str) -> Collection[str] | None:
+        """Return the adapters of the model's workers, or the last known; None before the first worker."""
+        if model not in self._last_context_tokens:
+            return None
+        return +self._adapters[model] if self._contexts[model] else self._adapters[model]
+
     def reports(self) -> list[WorkerReported]:
         """Return the latest report of each worker, ordered by number."""
         return sorted(self._workers.values(), key=_by_number)
@@ -131,6 +139,7 @@ class WorkerTable:
         for report, more in ((now, 1), (before, -1)):
             if report is not None and (contexts := self._contexts.get(report.model)) is not None:
                 contexts[report.max_context_tokens] += more
+                self._adapters[report.model].update(dict.fromkeys(report.adapters, more))
                 if not contexts[report.max_context_tokens]:
                     del contexts[report.max_context_tokens]
                 if contexts:

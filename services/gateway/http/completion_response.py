@@ -110,10 +110,10 @@ class EventStream:
 SALT_BYTES = 16
 
 
-def salt_of(tenant: str, cache_salt: str) -> bytes:
+def salt_of(tenant: str, cache_salt: str, adapter: str = "") -> bytes:
     """Return the prefix-cache salt: `tenant` is the key's digest, `cache_salt` the request's field."""
     digest = blake2b(digest_size=SALT_BYTES)
-    for part in (tenant, cache_salt):
+    for part in (tenant, cache_salt, adapter) if adapter else (tenant, cache_salt):
         encoded = part.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(4, "little"))
         digest.update(encoded)
@@ -173,11 +173,12 @@ class CompletionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job and send the answer. Raises KvasirError only before the headers are sent."""
         record, config, lasting, deadline = self.record, self._model.config, self._lasting, self._deadline
-        salt = salt_of(record.tenant, self._job.cache_salt)
+        model, adapter = config.served_name, self._model.adapter
+        salt = salt_of(record.tenant, self._job.cache_salt, adapter)
         name = record.request_id if lasting is None else lasting.request_id
         legacy = NO_LEGACY if lasting is None else lasting.legacy
         exchange = self._exchange = self._sessions.open(
-            self._job, name, deadline, salt, self._model.name, record.owner, legacy
+            self._job, name, deadline, salt, model, record.owner, legacy, adapter
         )
         if lasting is not None:
             lasting.on_open(exchange)

@@ -3,7 +3,7 @@ request may be another gateway's."""
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -184,24 +184,35 @@ class Models:
         self._served = served
         self._by_name = {name: model for model in served for name in model.names}
         self.first = served[0]
-        own = [model.name for model in served]
-        self.names = (*own, *(name for name in self._by_name if name not in own))
-        """All accepted names: the models' own, then aliases."""
+        self.adapters: Callable[[str], Collection[str] | None] = lambda _: ()
+        """Names of a model's LoRA adapters, from its workers' heartbeats; None: not known yet."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All accepted names: the models' own, then aliases, then adapters."""
+        own = [model.name for model in self._served]
+        aliases = [name for name in self._by_name if name not in own]
+        return (*own, *aliases, *(f"{name}:{each}" for name in own for each in self.adapters(name) or ()))
 
     def __iter__(self) -> Iterator[Acceptance]:
         return iter(self._served)
 
     def find(self, name: str) -> Acceptance:
         """Return the model of that name. Raises UnknownModel."""
-        found = self._by_name.get(name)
-        if found is None:
+        if (found := self._by_name.get(name)) is not None:
+            return found
+        base, _, adapter = name.rpartition(":")
+        model = self._by_name.get(base)
+        known = () if model is None or not adapter else self.adapters(model.name)
+        if model is None or (known is not None and adapter not in known):
             raise unknown_model(name, self.names)
-        return found
+        return model.with_adapter(adapter, name)
 
     def of(self, body: bytes) -> Acceptance:
         """Return the model that the body names; if it names none or is malformed, the first. The field is
         read before the rest, since the parser belongs to a model. Raises UnknownModel."""
-        if len(self._served) == 1:
+        adapters = self.adapters(self.first.name)
+        if len(self._served) == 1 and adapters is not None and not adapters:
             return self.first
         try:
             name = _read(body).model
@@ -234,7 +245,8 @@ class RequestReader:
     ) -> Reading:
         """Read and admit a request; `as_before` is another gateway's copy. Raises as admission does."""
         model = self._models.of(body)
-        limit = partial(self._sessions.context_tokens, self._config.admit_timeout_s, model.name)
+        served = model.config.served_name
+        limit = partial(self._sessions.context_tokens, self._config.admit_timeout_s, served)
         created = int(unix_s())
         job, write = await SURFACES[path](Asked(model, body, limit, record.tenant, self._store))
         answer_id = job.client_id or record.client_request_id or record.request_id.removeprefix("req_")
@@ -244,7 +256,7 @@ class RequestReader:
             job = replace(job, prompts=prompts, samplings=as_before.samplings)
         record.note_accepted(job)
         record.model = model.name
-        record.figures = self._sessions.counters.models[model.name]
+        record.figures = self._sessions.counters.models[served]
         return Reading(model, job, write(answer_id, created), answer_id, created)
 
     def answer(

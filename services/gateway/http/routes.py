@@ -102,7 +102,7 @@ def make_app(
     """Takes 0.1 s: not at each start, and beside the event loop."""
 
     def entry(model: Acceptance, name: str) -> dict[str, Any]:
-        return model_body(name, began_s, sessions.workers.context_tokens(model.name))
+        return model_body(name, began_s, sessions.workers.context_tokens(model.config.served_name))
 
     @app.get("/v1/models")
     async def every_model() -> Response:
@@ -130,7 +130,7 @@ def make_app(
     async def tokenize(request: Request) -> Response:
         body = await read(request)
         model = models.of(body)
-        limit = await sessions.context_tokens(config.admit_timeout_s, model.name)
+        limit = await sessions.context_tokens(config.admit_timeout_s, model.config.served_name)
         return written_json(await tokenized(model, body, limit))
 
     @app.post("/detokenize")

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -169,6 +170,7 @@ class Acceptance:
         self.config = config
         self.name = own = config.served_name
         self.names = (own, *(alias for alias, name in config.aliases.items() if name == own))
+        self.adapter = ""
         self.codec = codec
         self.vocabulary = Vocabulary(codec.tokenizer)
         self.threads = TokenizerThreads(config.tokenizer_threads, config.max_waiting_tokenizations)
@@ -177,6 +179,13 @@ class Acceptance:
         pooling = config.embedding_pooling
         self.pools_mean = pooling == "mean" or (pooling == "auto" and codec.pools_mean)
         """An embedding is the mean over all tokens."""
+
+    def with_adapter(self, adapter: str, asked: str) -> "Acceptance":
+        """Return the same for one of the model's LoRA adapters; `asked`: its name in the request."""
+        found = copy(self)
+        found.adapter, found.name = adapter, f"{self.name}:{adapter}"
+        found.names = (found.name, asked)
+        return found
 
     def ignored(self) -> Ignored:
         """Return a new record of one request's ignored fields."""

@@ -171,7 +171,7 @@ def mismatch(report: WorkerReported, accepted: Iterable[WorkerReported]) -> Mode
         if report.weights and other.weights and report.weights != other.weights:
             return ModelMismatch(
                 f"{report.worker_id} and {other.worker_id} both serve {report.model!r}, with different "
-                f"weights or configurations ({report.weights[:8]}…, {other.weights[:8]}…); load "
+                f"weights, configurations or adapters ({report.weights[:8]}…, {other.weights[:8]}…); load "
                 "the same files, in the same dtype, on all of them",
                 param="model",
             )

@@ -18,6 +18,7 @@ from shared.errors import (
     Overloaded,
     RoleMissing,
     UnavailableError,
+    UnknownModel,
 )
 from shared.liveness import SILENCE_S, Liveness
 from shared.messages.commands import CancelSequence
@@ -47,8 +48,8 @@ class Intake:
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
         """Add a sequence. Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, RoleMissing,
-        ForeignSequence for another gateway's key, UnavailableError for a replaced gateway, or the error with
-        which it was given up."""
+        UnknownModel for an adapter that workers lack, ForeignSequence for another gateway's key,
+        UnavailableError for a replaced gateway, or the error with which it was given up."""
         if self.roster.is_foreign(spec.ref.key, spec.gateway_id, now_s):
             raise ForeignSequence(
                 f"{spec.ref} is another gateway's than {spec.gateway_id}'s: submit yours under another name"
@@ -87,6 +88,9 @@ class Intake:
                 raise error.with_traceback(None)
         if not spec.prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
+        heard = self.roster.reports() if spec.adapter else ()
+        if heard and not any(spec.adapter in report.adapters for report in heard):
+            raise UnknownModel(f"no worker of {spec.model!r} has adapter {spec.adapter!r}", param="model")
         if spec.generated_tokens >= spec.sampling.max_tokens:
             raise InvalidRequest(
                 f"max_tokens is {spec.sampling.max_tokens} and {spec.generated_tokens} tokens are there",

@@ -269,6 +269,7 @@ class Moves:
             sampling=Sampling(seed=0, max_tokens=1, temperature=0.0),
             waited_s=0.0,
             cache_salt=spec.cache_salt,
+            adapter=spec.adapter,
             priority=spec.priority,
             tenant=spec.tenant,
             rehearsal=True,

@@ -142,7 +142,8 @@ class Prefixes:
             parent = sequence.names[at - 1] if at else None
             if self.events is not None:
                 size = self.cache.block_tokens
-                self.events.on_named(sequence.names[at], parent, sequence.tokens[at * size : (at + 1) * size])
+                tokens = sequence.tokens[at * size : (at + 1) * size]
+                self.events.on_named(sequence.names[at], parent, tokens, sequence.adapter)
             self.cache.publish(sequence.blocks[at], sequence.names[at], parent, sequence.tenant)
         sequence.published_blocks = max(full, sequence.published_blocks)
 

@@ -29,11 +29,12 @@ class Identity:
     max_context_tokens: int
     host: str
     weights: str = ""
-    """Digest of the model's configuration and weights."""
+    """Digest of the model's configuration, weights and adapters."""
     fingerprint: bytes = b""
     """Must agree for KV to be exchanged; empty: this engine cannot exchange KV."""
     carries: tuple[int, int] = (0, 0)
     """See `engine.contract.Engine`."""
+    adapters: tuple[str, ...] = ()
 
 
 class StepReports:

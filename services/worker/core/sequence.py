@@ -4,6 +4,7 @@
 that submitted it, to schedulers, and to heirs, which show a key that only the gateway can have shared.
 nats-server checks senders (`shared.subjects`)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hmac import compare_digest
 
@@ -72,6 +73,7 @@ class HeldSequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the tokens sampled in this attempt, if requested."""
     cache_salt: bytes = b""
+    adapter: str = ""
     tenant: str = ""
     """The tenant that is charged for the blocks it leaves in the cache."""
     names: list[BlockHash] = field(default_factory=list)
@@ -134,6 +136,7 @@ class HeldSequence:
             received_s=now_s,
             deadline_in_s=spec.deadline_in_s,
             cache_salt=spec.cache_salt,
+            adapter=spec.adapter,
             tenant=spec.tenant.name,
             rehearsal=spec.rehearsal,
             open_tokens=spec.open_tokens,
@@ -203,6 +206,12 @@ class HeldSequence:
             return False
         reach = max(self.computed_tokens, self.promised_tokens)
         return first_token == self.computed_tokens or (self.promised_tokens > 0 and first_token <= reach)
+
+    def is_within(self, max_context_tokens: int, vocabulary: int, adapters: Iterable[str]) -> bool:
+        """Return whether a worker with these limits can compute it."""
+        highest = max(max(self.tokens, default=-1), self.sampling.highest_token)
+        is_known = highest < vocabulary and self.adapter in ("", *adapters)
+        return is_known and 0 < self.prompt_tokens < max_context_tokens
 
     def due_reason(self) -> FinishReason | None:
         """Return why the answer is complete; None while it is not."""

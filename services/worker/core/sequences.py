@@ -49,6 +49,7 @@ class SequenceLimits:
     vocabulary: int
     end_retention_s: float
     gateway_timeout_s: float
+    adapters: tuple[str, ...] = ()
 
 
 class SequenceTable:
@@ -484,10 +485,9 @@ class SequenceTable:
         sequence = HeldSequence.from_spec(spec, self._limits.max_context_tokens, now_s)
         sequence.proof = proof_of(spec.capability, *self._worker)
         self._held[spec.ref.key] = sequence
-        is_inside = 0 < sequence.prompt_tokens < self._limits.max_context_tokens
-        highest = max(max(sequence.tokens, default=-1), sequence.sampling.highest_token)
-        is_computable = is_inside and highest < self._limits.vocabulary
-        reason = sequence.due_reason() if is_computable else FinishReason.ERROR
+        limits = self._limits
+        fits = sequence.is_within(limits.max_context_tokens, limits.vocabulary, limits.adapters)
+        reason = sequence.due_reason() if fits else FinishReason.ERROR
         if reason is not None:
             self.end(sequence, reason, now_s)
         return None

@@ -1,9 +1,9 @@
 """Settings of a worker's parts: host memory, prefix cache, peers, Pie, and engines other than `native`."""
 
 from enum import StrEnum
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from services.worker.kv.core.eviction import ORDERS
 
@@ -257,6 +257,10 @@ class VllmConfig(Section):
     )
     model_runner: Literal["auto", "v1", "v2"] = Field(
         default="auto", description="of vLLM's two: the one that it chooses itself, or this one"
+    )
+    adapters: dict[Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,100}$")], str] = Field(
+        default={},
+        description="LoRA adapters: {NAME: FOLDER}, equal on all workers; clients ask for MODEL:NAME",
     )
     max_rows: int = Field(default=256, ge=1, description="sequences that vLLM's buffers hold in one step")
     max_step_tokens: int = Field(

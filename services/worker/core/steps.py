@@ -305,6 +305,7 @@ class StepCore:
             sequences=self._table.reports(now_s),
             host=self._identity.host,
             weights=self._identity.weights,
+            adapters=self._identity.adapters,
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             prefill_context_tokens=as_count(round(self._speed.prefill_context_tokens)),
             decode_step_s=self._speed.decode_step_s,

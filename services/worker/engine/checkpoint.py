@@ -1,16 +1,17 @@
-"""Digest of a checkpoint's configuration and stored tensors, equal for all kinds of engines.
+"""Digest of a checkpoint's configuration, stored tensors and adapters, equal for all kinds of engines.
 
 All workers of a stack must serve the same checkpoint, whatever their engines call the loaded tensors."""
 
 import json
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
+from services.worker.adapters import NO_ADAPTERS, adapter_config, folder_of
 from shared.gguf_files import WEIGHTS
 from shared.model_files import read_json, source_of
 from shared.tokenizer_files import model_folder
@@ -24,7 +25,7 @@ _SAYS_NOTHING_OF_KV = frozenset(
 
 Unknown keys count: a harmless difference costs a cache miss, an overlooked one gives wrong answers."""
 _LENGTH = struct.Struct("<Q")
-_PATTERNS = ("*.safetensors", "pytorch_model*.bin", WEIGHTS)
+_PATTERNS = ("*.safetensors", "pytorch_model*.bin", WEIGHTS, "adapter_model.bin")
 
 
 def canonical(value: Any) -> Any:
@@ -39,8 +40,9 @@ def canonical(value: Any) -> Any:
     return [canonical(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def checkpoint_digest(model: str, dtype: str) -> str:
-    """Return the hex digest of a local or downloaded model and the dtype that it is computed in.
+def checkpoint_digest(model: str, dtype: str, adapters: Mapping[str, str] = NO_ADAPTERS) -> str:
+    """Return the hex digest of a local or downloaded model, the dtype that it is computed in, and its LoRA
+    adapters (folder by name).
 
     Tensors count by name, shape, dtype and CRC-32, not by file. Raises OSError for unreadable files."""
     folder = local_folder(model)
@@ -48,6 +50,9 @@ def checkpoint_digest(model: str, dtype: str) -> str:
     digest = blake2b(f"{head}\n{dtype}\n".encode(), digest_size=16)
     for line in sorted(_tensors(folder)):
         digest.update(f"{line}\n".encode())
+    for name, path in sorted(adapters.items()):
+        told = json.dumps(adapter_config(name, path), sort_keys=True)
+        digest.update("\n".join([name, told, *sorted(_tensors(folder_of(path))), ""]).encode())
     return digest.hexdigest()
 
 

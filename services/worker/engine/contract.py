@@ -35,6 +35,8 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     after: int = -1
     """The row of the step before whose token is this row's only one, as that step is in flight; negative:
     `tokens` are known."""
+    adapter: str = ""
+    """LoRA adapter to compute with; empty: none."""
 
 
 class StepRows(Sequence[Row]):
@@ -80,7 +82,7 @@ def _token(sampled: Sampled | None) -> int:
 
 
 def _known(row: Row, sampled: Sampled | None) -> Row:
-    return Row([_token(sampled)], row.first_position, row.blocks, row.point)
+    return Row([_token(sampled)], row.first_position, row.blocks, row.point, adapter=row.adapter)
 
 
 def rows_of(decodes: DecodeBatch | None) -> list[Row]:
@@ -91,7 +93,10 @@ def rows_of(decodes: DecodeBatch | None) -> list[Row]:
     each = zip(
         group.sequences, decodes.tokens.tolist(), decodes.first.tolist(), group.points(decodes), strict=True
     )
-    return [Row([token], first, sequence.blocks, point) for sequence, token, first, point in each]
+    return [
+        Row([token], first, sequence.blocks, point, adapter=sequence.adapter)
+        for sequence, token, first, point in each
+    ]
 
 
 class StepTicket(Protocol):

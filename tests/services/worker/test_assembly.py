@@ -148,6 +148,7 @@ def test_every_engine_may_lend_host_memory_and_have_its_cache_in_that_of_others(
         ({"engine": "vllm", "lending__borrow": "true"}, "leave out lending.borrow"),
         ({"engine": "vllm", "attention": "torch"}, "leave out attention"),
         ({"engine": "vllm", "states_every": "16"}, "leave out states_every"),
+        ({"vllm__adapters": '{"a": "x"}'}, "engine native has no LoRA adapters: leave out vllm.adapters"),
         ({"engine": "vllm", "device": "cuda", "vllm__tensor_parallel": "2"}, "set vllm.tensor_parallel 1"),
         ({"engine": "vllm", "block_tokens": "16"}, "blocks of a multiple of 32 tokens"),
         ({"engine": "simulated", "kv_bytes": "4096"}, "leave out kv_bytes"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 
 from services.worker.core.sampling import Sampled
 from services.worker.engine.contract import Row
@@ -59,7 +60,7 @@ class VllmEngine:
         max_step_tokens: int,
         grammars: GrammarMasks | None = None,
     ) -> None:
-        """`weights`: digest of the checkpoint."""
+        """`weights`: digest of the checkpoint and adapters."""
         self._runner, self._grammars = runner, grammars
         self._max_rows, self._max_step_tokens = max_rows, max_step_tokens
         self.block_tokens, self.weights = block_tokens, weights
@@ -108,8 +109,8 @@ class VllmEngine:
             row = whole
             while len(row.tokens) > self._max_step_tokens:
                 head, tail = row.tokens[: self._max_step_tokens], row.tokens[self._max_step_tokens :]
-                yield [Row(head, row.first_position, row.blocks, None)], False
-                row = Row(tail, row.first_position + len(head), row.blocks, row.point)
+                yield [replace(row, tokens=head, point=None)], False
+                row = replace(row, tokens=tail, first_position=row.first_position + len(head))
             if part and (len(part) == self._max_rows or tokens + len(row.tokens) > self._max_step_tokens):
                 yield part, True
                 part, tokens = [], 0

@@ -28,6 +28,7 @@ class NewRequest(NamedTuple):
     blocks: list[int]
     """Block table in vLLM's numbering."""
     computed: int
+    adapter: str = ""
 
 
 class ContinuedRequest(NamedTuple):
@@ -61,6 +62,7 @@ class _Known:
     """Block table that the runner has, in Kvasir's numbering."""
     end: int
     """Number of computed positions."""
+    adapter: str
     token: int | None = None
     """Token sampled for position `end`, or None."""
     outputs: int = 0
@@ -119,7 +121,7 @@ class Requests:
         if known is None or known.end != first or known.token != row.tokens[0]:
             return None
         told = len(known.blocks)
-        if row.blocks[:told] != known.blocks:
+        if row.blocks[:told] != known.blocks or row.adapter != known.adapter:
             return None
         del self._known[tail]
         known.blocks, known.end = row.blocks[: first // self.block_tokens + 1], first + 1
@@ -135,6 +137,7 @@ class Requests:
         # A row without a point is an unfinished prompt to the runner, which then drops its sampled token.
         tokens = np.zeros(end + (row.point is None), dtype=np.int32)
         tokens[first:end] = row.tokens
-        known = _Known(f"row-{next(self._numbers)}", blocks, end)
-        new.append(NewRequest(known.name, tokens, [block + NULL_BLOCKS for block in blocks], first))
+        known = _Known(f"row-{next(self._numbers)}", blocks, end, row.adapter)
+        table = [block + NULL_BLOCKS for block in blocks]
+        new.append(NewRequest(known.name, tokens, table, first, row.adapter))
         return known

@@ -7,12 +7,13 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from services.worker.adapters import folder_of, largest_rank
 from services.worker.core.sampling import Sampled
 from services.worker.core.settings import VllmConfig
 from services.worker.engine.vllm.draw import StepDraw
@@ -53,7 +54,8 @@ class VllmRunner:
     ) -> None:
         """`kv_blocks` 0: as many as `kv_bytes` hold; both 0: as `memory_fraction` of the GPU allows.
 
-        Raises ConfigError for a vLLM that lacks a name, or a model that needs several block tables."""
+        Raises ConfigError for a vLLM that lacks a name, a model that needs several block tables, or an
+        adapter that vLLM cannot load."""
         os.environ.update(_ENVIRONMENT)
         if settings.model_runner == "auto":
             os.environ.pop(_MODEL_RUNNER, None)
@@ -82,6 +84,7 @@ class VllmRunner:
             enforce_eager=settings.eager,
             disable_log_stats=True,
             use_tqdm_on_load=False,
+            **_lora(settings.adapters, device),
         )
         try:
             self._config: Any = arguments.create_engine_config()
@@ -96,15 +99,16 @@ class VllmRunner:
             raise ConfigError(f"vLLM cannot serve {model}: {_first_line(error)}", param="model") from error
         random.seed()  # vLLM sets the same seed in every worker
         self._executor: Any = self._core.model_executor
+        adapters = self._loaded(settings.adapters)
         self._steps: Steps | None = None
         if ranks == 1:
             runner = self._executor.driver_worker.worker.model_runner
             execute, sample = self._executor.execute_model, self._executor.sample_tokens
-            self._steps = open_steps(runner, self._config, execute, sample)
+            self._steps = open_steps(runner, self._config, execute, sample, adapters)
             self.layout = self._steps.layout
             self.kv: Sequence[torch.Tensor] = self._steps.kv
         else:
-            self.layout = " and ".join(self._executor.collective_rpc("kvasir_open"))
+            self.layout = " and ".join(self._executor.collective_rpc("kvasir_open", args=(adapters,)))
             self.kv = self._shared()
         model_config: Any = self._config.model_config
         self.vocabulary = int(model_config.get_vocab_size())
@@ -124,6 +128,22 @@ class VllmRunner:
 
     def close(self) -> None:
         self._core.shutdown()
+
+    def _loaded(self, adapters: Mapping[str, str]) -> dict[str, Any]:
+        """Load the adapters and return vLLM's requests for them. Raises ConfigError."""
+        found: dict[str, Any] = {}
+        for number, (name, path) in enumerate(adapters.items(), 1):
+            folder = str(folder_of(path).resolve())
+            found[name] = part("LoRARequest")(lora_name=name, lora_int_id=number, lora_path=folder)
+            try:
+                self._core.add_lora(found[name])
+            except Exception as error:  # of many kinds, also a rank's, by way of the executor
+                raise ConfigError(
+                    f"vLLM cannot load adapter {name!r} from {path}: {_first_line(error)}; was it trained "
+                    "for this model? Leave it out, or name another folder",
+                    param="vllm.adapters",
+                ) from error
+        return found
 
     def _shared(self) -> list[torch.Tensor]:
         """Return the KV of all ranks, mapped into this process."""
@@ -153,6 +173,15 @@ def _memory(kv_blocks: int, kv_bytes: int, fraction: float) -> dict[str, Any]:
     return {"gpu_memory_utilization": fraction}
 
 
+def _lora(adapters: Mapping[str, str], device: str) -> dict[str, Any]:
+    """Return vLLM's arguments for adapters, all of which stay loaded."""
+    if not adapters:
+        return {}
+    # vLLM's kernels for CPUs compute rows without an adapter with the last place, which stays empty.
+    places = len(adapters) + (device == "cpu")
+    return {"enable_lora": True, "max_loras": places, "max_lora_rank": largest_rank(adapters)}
+
+
 def _first_line(error: Exception) -> str:
     """Return the line of an error, also of pydantic's, that states the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -162,11 +191,15 @@ def _first_line(error: Exception) -> str:
 
 
 def open_steps(
-    runner: Any, config: Any, execute: Callable[[Any], Any], sample: Callable[[None], Any]
+    runner: Any,
+    config: Any,
+    execute: Callable[[Any], Any],
+    sample: Callable[[None], Any],
+    adapters: Mapping[str, Any],
 ) -> Steps:
     """Return the `Steps` for vLLM's model runner. Raises ConfigError as `Steps` does."""
     kind = StepsV2 if config.use_v2_model_runner else StepsV1
-    return kind(runner, config, execute, sample)
+    return kind(runner, config, execute, sample, adapters)
 
 
 class KvasirRank:
@@ -175,11 +208,11 @@ class KvasirRank:
 
     kvasir_steps: Steps
 
-    def kvasir_open(self) -> str:
+    def kvasir_open(self, adapters: Mapping[str, Any]) -> str:
         """Prepare the rank and return its KV layout. Call this first."""
         worker: Any = self
         self.kvasir_steps = open_steps(
-            worker.model_runner, worker.vllm_config, worker.execute_model, worker.sample_tokens
+            worker.model_runner, worker.vllm_config, worker.execute_model, worker.sample_tokens, adapters
         )
         return self.kvasir_steps.layout
 

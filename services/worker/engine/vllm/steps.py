@@ -5,7 +5,7 @@ have the differences between runner V1 and V2."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -47,18 +47,25 @@ class KvPart(NamedTuple):
 
 
 class Steps(ABC):
-    """Runs steps of one model runner and replaces its sampler. `execute` and `sample`: halves of a step."""
+    """Runs steps of one model runner and replaces its sampler. `execute` and `sample`: halves of a step.
+    `adapters`: vLLM's `LoRARequest` by name."""
 
     kind: ClassVar[str]
     """Which of vLLM's model runners it is for."""
 
     def __init__(
-        self, runner: Any, config: Any, execute: Callable[[Any], Any], sample: Callable[[None], Any]
+        self,
+        runner: Any,
+        config: Any,
+        execute: Callable[[Any], Any],
+        sample: Callable[[None], Any],
+        adapters: Mapping[str, Any],
     ) -> None:
         """Raises ConfigError if the runner lacks an attribute or the model needs several block tables."""
         check_object(runner, "runner", self.kind)
         check_groups(runner.kv_cache_config.kv_cache_groups)
         self._runner, self._config, self._execute, self._sample = runner, config, execute, sample
+        self._adapters = adapters
         self._greedy = part("SamplingParams")(temperature=0.0, max_tokens=1 << 30)
         self._draw: StepDraw | None = None
         self._hidden: torch.Tensor | None = None
@@ -132,7 +139,7 @@ class Steps(ABC):
             pooling_params=None,
             block_ids=(request.blocks,),
             num_computed_tokens=request.computed,
-            lora_request=None,
+            lora_request=self._adapters[request.adapter] if request.adapter else None,
             **self._tokens(request),
         )
 

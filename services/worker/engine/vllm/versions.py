@@ -36,13 +36,15 @@ _OUTPUT, _V2 = "vllm.v1.core.sched.output", "vllm.v1.worker.gpu"
 TABLE = (
     Private("SamplingParams", "vllm"),
     Private("current_platform", "vllm.platforms", "device_type"),
-    Private("EngineCore", "vllm.v1.engine.core", "shutdown"),
+    Private("EngineCore", "vllm.v1.engine.core", "add_lora shutdown"),
+    Private("LoRARequest", "vllm.lora.request", "lora_name lora_int_id lora_path"),
     Private("Executor", "vllm.v1.executor", "get_class execute_model sample_tokens collective_rpc"),
     Private(
         "EngineArgs",
         "vllm.engine.arg_utils",
         "num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization worker_extension_cls "
-        "async_scheduling disable_hybrid_kv_cache_manager create_engine_config",
+        "async_scheduling disable_hybrid_kv_cache_manager enable_lora max_loras max_lora_rank "
+        "create_engine_config",
     ),
     Private("VllmConfig", "vllm.config", "use_v2_model_runner"),
     Private("CacheConfig", "vllm.config", "kv_cache_layout", since=(0, 29)),

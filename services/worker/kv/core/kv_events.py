@@ -58,16 +58,18 @@ class StoredEvents:
     def __init__(self, tree: PrefixTree, block_tokens: int) -> None:
         self._tree = tree
         self._block_tokens = block_tokens
-        self._named: dict[BlockHash, tuple[BlockHash | None, Sequence[int]]] = {}
-        """Parent and tokens of blocks that are stored, or about to be."""
+        self._named: dict[BlockHash, tuple[BlockHash | None, Sequence[int], str]] = {}
+        """Parent, tokens and adapter of blocks that are stored, or about to be."""
         self._told: dict[BlockHash, frozenset[Tier]] = {}
         self._seen_moves = -1
         """-1: readers may remember an earlier start of the worker."""
 
-    def on_named(self, name: BlockHash, parent: BlockHash | None, tokens: Sequence[int]) -> None:
+    def on_named(
+        self, name: BlockHash, parent: BlockHash | None, tokens: Sequence[int], adapter: str = ""
+    ) -> None:
         """Remember the tokens of a block that is about to be stored."""
         if name not in self._named:
-            self._named[name] = (parent, tokens)
+            self._named[name] = (parent, tokens, adapter)
 
     def take(self) -> list[Event]:
         """Return the changes since the last call, oldest first."""
@@ -110,13 +112,14 @@ class StoredEvents:
 
     def _store(self, name: BlockHash, medium: str, events: list[Event]) -> None:
         """Append a block to the last event where it follows, else add an event."""
-        parent, tokens = self._named[name]
+        parent, tokens, adapter = self._named[name]
         last = events[-1] if events else None
         if isinstance(last, BlockStored) and last.medium == medium and last.block_hashes[-1] == parent:
             last.block_hashes.append(name)
             last.token_ids.extend(tokens)
         else:
-            events.append(BlockStored([name], parent, list(tokens), self._block_tokens, None, medium, None))
+            size, lora_name = self._block_tokens, adapter or None
+            events.append(BlockStored([name], parent, list(tokens), size, None, medium, lora_name))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block was announced whose tokens are unknown."""

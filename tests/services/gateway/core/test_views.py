@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +37,18 @@ def test_the_context_is_that_of_the_roomiest_worker_and_is_remembered() -> None:
     table.on_report(report("a", context=100), 3)
     assert table.on_tick(3) == [("b", 1), ("c", 1)] and facts(table) == (100, 1)
     assert table.on_tick(6) == [("a", 1)] and facts(table) == (100, 0)
+
+
+def test_adapters_are_those_of_the_workers_and_are_remembered() -> None:
+    table = WorkerTable(["m"], timeout_s=2)
+    assert table.adapters("m") is None
+    table.on_report(msgspec.structs.replace(report("a"), adapters=("x", "y")), 0)
+    table.on_report(msgspec.structs.replace(report("b"), adapters=("x",)), 3)
+    assert list(table.adapters("m") or ()) == ["x", "y"]
+    assert table.on_tick(3) == [("a", 1)] and list(table.adapters("m") or ()) == ["x"]
+    assert table.on_tick(6) == [("b", 1)] and set(table.adapters("m") or ()) == {"x", "y"}
+    table.on_report(report("c"), 6)
+    assert not table.adapters("m")
 
 
 @given(

@@ -196,7 +196,7 @@ async def test_completions_take_texts_and_tokens(stack: Stack) -> None:
 def test_keys_and_salts_keep_apart() -> None:
     salts = [salt_of(tenant, salt) for tenant in ("", "a", "ab") for salt in ("", "b", "x")]
     assert len(set(salts)) == len(salts) and {len(salt) for salt in salts} == {SALT_BYTES}
-    assert salt_of("a", "b") == salt_of("a", "b")
+    assert salt_of("a", "b") == salt_of("a", "b", "") != salt_of("a", "b", "x")
     assert salt_of("a", "\ud800") != salt_of("a", ""), "any text is one"
 
 

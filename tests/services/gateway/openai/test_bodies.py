@@ -231,6 +231,22 @@ def test_others_are_refused_with_all_that_there_are(models: Models) -> None:
     assert caught.value.param == "model"
 
 
+def test_adapters_are_models_of_their_own_that_workers_tell(models: Models, codec: Codec) -> None:
+    """As long as no worker is heard of, the scheduler decides."""
+    models.adapters = {"a": ("x",), "b": None}.get
+    assert models.names == ("a", "b", "gpt", "a:x")
+    found = models.of(b'{"model": "a:x"}')
+    assert (found.name, found.adapter, found.config.served_name) == ("a:x", "x", "a")
+    assert models.find("gpt:any").names == ("b:any", "gpt:any")
+    for name in ("a:y", "a:", "c:x", "x"):
+        with pytest.raises(UnknownModel, match="there is 'a', 'b', 'gpt', 'a:x'"):
+            models.find(name)
+    alone = Models([Acceptance(config(), codec)])
+    assert alone.of(b'{"model": "a:x"}') is alone.first
+    alone.adapters = {"a": ("x",)}.get
+    assert alone.of(b'{"model": "a:x"}').adapter == "x"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -20,6 +20,7 @@ from shared.errors import (
     Overloaded,
     RoleMissing,
     UnavailableError,
+    UnknownModel,
 )
 from shared.liveness import SILENCE_S
 from shared.messages.moves import WorkerRoles
@@ -49,6 +50,16 @@ def test_what_cannot_work_is_refused(refused: SequenceSpec, error: type[KvasirEr
     with pytest.raises(error):
         Intake(roster).on_submit(refused, 0.0)
     assert roster.sequences == {}
+
+
+def test_an_adapter_that_no_worker_has_is_unknown_unless_there_is_no_worker() -> None:
+    roster = Roster(Rules())
+    intake = Intake(roster)
+    intake.on_submit(submitted("early", adapter="a"), 0.0)
+    roster.welcome(worker_report(adapters=("b",)), 1, 0.0)
+    intake.on_submit(submitted("known", adapter="b"), 0.0)
+    with pytest.raises(UnknownModel, match="no worker of '' has adapter 'a'"):
+        intake.on_submit(submitted("late", adapter="a"), 0.0)
 
 
 def test_what_is_over_is_known_and_a_higher_attempt_begins() -> None:

@@ -69,6 +69,16 @@ def test_it_is_rehearsed_and_then_handed_over() -> None:
     assert not any(worker.held for worker in world.workers.values() if worker.name != target)
 
 
+def test_a_rehearsal_has_the_sequences_adapter() -> None:
+    world, (request,) = world_with()
+    sequence = world.core._roster.sequences[request.key]
+    assert sequence.spec is not None
+    sequence.spec = msgspec.structs.replace(sequence.spec, adapter="a")
+    move(world, request)
+    world.until(lambda: any("rehearsal=True" in line for line in world.lines("SendPlan")), limit_s=1.0)
+    assert "adapter='a'" in next(line for line in world.lines("SendPlan") if "rehearsal=True" in line)
+
+
 def test_what_the_source_adds_is_rehearsed_again() -> None:
     """After `most_rounds` the rest is computed in the pause, however much that is."""
     none_in_the_pause = replace(RULES, moves=replace(RULES.moves, last_tokens=0))

@@ -160,6 +160,7 @@ def wishing(**wish: Any) -> SequenceSpec:
 
 ERRORS = [spec(ref(), []), spec(ref(), [100]), spec(ref(), [1] * 64)]
 ERRORS += [spec(ref(), [1], generated=[4_000_000_000])]
+ERRORS += [spec(ref(), PROMPT, adapter="a")]
 ERRORS += [wishing(forced=pack_tokens([5, 100])), wishing(logit_bias=((5, 1.0), (100, 1.0)))]
 ERRORS += [wishing(allowed_token_ids=(5, 100)), wishing(bad_words=((5,), (5, 100)))]
 OVER = [

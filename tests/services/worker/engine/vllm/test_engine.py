@@ -38,9 +38,9 @@ class Broken(Exception):
     """A step that was told to fail."""
 
 
-def next_token(context: Sequence[int]) -> int:
+def next_token(context: Sequence[int], adapter: str = "") -> int:
     """What a greedy answer goes on with."""
-    return crc32(bytes(context)) % VOCABULARY
+    return crc32(bytes(context) + adapter.encode()) % VOCABULARY
 
 
 class _Kept:
@@ -48,7 +48,7 @@ class _Kept:
         self.tokens = [int(token) for token in request.tokens]
         self.prompt_tokens = len(self.tokens)
         self.blocks = list(request.blocks)
-        self.computed = request.computed
+        self.computed, self.adapter = request.computed, request.adapter
 
 
 class TokenRunner:
@@ -109,7 +109,8 @@ class TokenRunner:
             block, offset = divmod(position, block_tokens)
             self._blocks[kept.blocks[block], offset] = kept.tokens[position]
         context = self._blocks[kept.blocks].reshape(-1)[:end].tolist()
-        return torch.nn.functional.one_hot(torch.tensor(next_token(context)), VOCABULARY).float()
+        token = torch.tensor(next_token(context, kept.adapter))
+        return torch.nn.functional.one_hot(token, VOCABULARY).float()
 
 
 BLOCK_TOKENS, BLOCKS = 4, 96
@@ -127,6 +128,7 @@ class Driven:
     """One sequence, as a worker's core would lead it."""
 
     tokens: list[int]
+    adapter: str = ""
     prompt_tokens: int = 0
     computed: int = 0
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
@@ -139,18 +141,18 @@ class Driven:
         while len(self.blocks) * BLOCK_TOKENS < end:
             self.blocks.append(free.pop())
         point = SamplePoint(GREEDY, 0, end - self.prompt_tokens, self.tokens)
-        is_last = end == len(self.tokens)
-        return Row(self.tokens[self.computed : end], self.computed, self.blocks, point if is_last else None)
+        tokens, asked = self.tokens[self.computed : end], point if end == len(self.tokens) else None
+        return Row(tokens, self.computed, self.blocks, asked, adapter=self.adapter)
 
     def preempt(self, free: list[int]) -> None:
         free[:0] = self.blocks
         self.blocks, self.computed = array("i"), 0
 
 
-def expected(prompt: list[int], count: int) -> list[int]:
+def expected(prompt: list[int], count: int, adapter: str = "") -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, adapter))
     return tokens
 
 
@@ -166,7 +168,7 @@ PROMPTS = st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=40), min_si
 @given(PROMPTS, STEPS)
 def test_any_order_of_steps(prompts: list[list[int]], steps: list[tuple[list[int], int, int, str]]) -> None:
     (engine, runner), free = make(), list(range(BLOCKS))
-    driven = [Driven(list(prompt)) for prompt in prompts]
+    driven = [Driven(list(prompt), "ab"[at % 2 :]) for at, prompt in enumerate(prompts)]
     for order, count, chunk, event in steps:
         chosen = [driven[index] for index in order[:count]]
         if event == "pre":
@@ -184,7 +186,7 @@ def test_any_order_of_steps(prompts: list[list[int]], steps: list[tuple[list[int
             else:
                 assert sampled is None
     for each, prompt in zip(driven, prompts, strict=True):
-        assert each.tokens == expected(prompt, len(each.tokens) - len(prompt))
+        assert each.tokens == expected(prompt, len(each.tokens) - len(prompt), each.adapter)
 
 
 def decode(engine: VllmEngine, driven: list[Driven], free: list[int]) -> None:
@@ -206,12 +208,21 @@ def test_an_answer_that_goes_on_is_not_told_anew() -> None:
 def test_steps_larger_than_the_buffers() -> None:
     engine, runner = make(max_rows=3, max_step_tokens=16)
     free = list(range(BLOCKS))
-    driven = [Driven([seed] * 37) for seed in range(5)]
+    driven = [Driven([seed] * 37, str(seed)) for seed in range(5)]
     for _ in range(3):
         decode(engine, driven, free)
     assert runner.most_requests == 3
     for seed, each in enumerate(driven):
-        assert each.tokens == expected([seed] * 37, 3)
+        assert each.tokens == expected([seed] * 37, 3, str(seed))
+
+
+def test_a_row_with_another_adapter_is_a_new_request() -> None:
+    (engine, runner), free = make(), list(range(BLOCKS))
+    one = Driven([1, 2, 3], "a")
+    decode(engine, [one], free)
+    one.adapter = "b"
+    decode(engine, [one], free)
+    assert (runner.new, runner.continued) == (2, 0)
 
 
 def test_what_it_can() -> None:

@@ -336,11 +336,11 @@ def test_consecutive_blocks_are_one_event() -> None:
     events = StoredEvents(tree, SIZE)
     parent = None
     for at in (1, 2, 3):
-        events.on_named(hash_of(at), None if parent is None else parent.name, tokens_of(at))
+        events.on_named(hash_of(at), None if parent is None else parent.name, tokens_of(at), "a")
         parent = tree.add(hash_of(at), parent)
         tree.put(parent, Tier.DEVICE, at)
     names, tokens = [hash_of(at) for at in (1, 2, 3)], [token for at in (1, 2, 3) for token in tokens_of(at)]
-    stored = BlockStored(names, None, tokens, SIZE, None, "GPU", None)
+    stored = BlockStored(names, None, tokens, SIZE, None, "GPU", "a")
     assert events.take() == [AllBlocksCleared(), stored]
     assert events.take() == []
 
