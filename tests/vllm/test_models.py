@@ -32,6 +32,7 @@ def test_answers_are_those_of_vllm_alone(tmp_path: Path, name: str, ranks: int) 
     make(name, tmp_path / name)
     found = generated(tmp_path / name, str(ranks))
     assert found["engine"] == found["vllm"]
+    assert ranks > 1 or (found["again"], found["in_flight"]) == (found["vllm"], found["alone"])
     assert len({tuple(answer) for answer in found["vllm"]}) == len(found["vllm"])
 
 
@@ -41,7 +42,8 @@ def test_model_runner_v2_answers_as_vllm_does_alone(tmp_path: Path, name: str) -
     """All of V2 but compiled kernels: Triton interprets them."""
     make(name, tmp_path / name)
     v1, v2 = generated(tmp_path / name), generated(tmp_path / name, "1", "v2")
-    assert v2["engine"] == v1["vllm"]
+    assert v2["engine"] == v2["again"] == v1["vllm"]
+    assert v2["in_flight"] == v2["alone"] == v1["alone"]
     for one, other in zip(v1["embedded"], v2["embedded"], strict=True):
         vectors = [np.frombuffer(b64decode(each), dtype="<f4") for each in (one, other)]
         np.testing.assert_allclose(vectors[0], vectors[1], rtol=1e-4, atol=1e-4)

@@ -7,14 +7,14 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from services.worker.core.sampling import Sampled
 from services.worker.core.settings import VllmConfig
+from services.worker.engine.sampler import Chosen
 from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.requests import NULL_BLOCKS, StepRequests
 from services.worker.engine.vllm.steps import KvPart, Steps, StepsV1
@@ -79,7 +79,7 @@ class VllmRunner:
             tensor_parallel_size=ranks,
             worker_extension_cls=_RANK if ranks > 1 else "",
             enable_prefix_caching=False,
-            async_scheduling=False,  # else tokens arrive one step later
+            async_scheduling=device != "cpu",  # sampled tokens go to the next step on the device
             disable_hybrid_kv_cache_manager=True,  # one block table for layers with and without windows
             enforce_eager=settings.eager,
             disable_log_stats=True,
@@ -99,10 +99,10 @@ class VllmRunner:
         random.seed()  # vLLM sets the same seed in every worker
         self._executor: Any = self._core.model_executor
         self._steps: Steps | None = None
+        self._step: StepRequests | None = None
+        self.overlaps = bool(self._config.scheduler_config.async_scheduling)
         if ranks == 1:
-            runner = self._executor.driver_worker.worker.model_runner
-            execute, sample = self._executor.execute_model, self._executor.sample_tokens
-            self._steps = open_steps(runner, self._config, execute, sample)
+            self._steps = open_steps(self._executor.driver_worker.worker)
             self.layout = self._steps.layout
             self.kv: Sequence[torch.Tensor] = self._steps.kv
         else:
@@ -118,11 +118,17 @@ class VllmRunner:
         require(not kv_blocks or blocks == kv_blocks + NULL_BLOCKS, f"{kv_blocks} blocks and block 0", blocks)
         require(all(shape[0] == blocks for shape in shapes), "KV begins with the blocks", shapes)
 
-    def run(self, step: StepRequests, draw: StepDraw) -> None:
+    def compute(self, step: StepRequests) -> None:
+        self._step = step
         if self._steps is not None:
-            self._steps.run(step, draw)
+            self._steps.compute(step)
+
+    def sample(self, draw: StepDraw) -> None:
+        if self._steps is not None:
+            self._steps.sample(draw)
         else:  # the same on every rank
-            draw.drawn = self._executor.collective_rpc("kvasir_step", args=(step, draw), unique_reply_rank=0)
+            found = self._executor.collective_rpc("kvasir_step", args=(self._step, draw), unique_reply_rank=0)
+            draw.chosen, draw.hidden = found
 
     def close(self) -> None:
         self._core.shutdown()
@@ -163,12 +169,9 @@ def _first_line(error: Exception) -> str:
     )
 
 
-def open_steps(
-    runner: Any, config: Any, execute: Callable[[Any], Any], sample: Callable[[None], Any]
-) -> Steps:
-    """Return the `Steps` for vLLM's model runner. Raises ConfigError as `Steps` does."""
-    kind = StepsV2 if config.use_v2_model_runner else StepsV1
-    return kind(runner, config, execute, sample)
+def open_steps(worker: Any) -> Steps:
+    """Return the `Steps` for the model runner of vLLM's worker. Raises ConfigError as `Steps` does."""
+    return (StepsV2 if worker.vllm_config.use_v2_model_runner else StepsV1)(worker)
 
 
 class KvasirRank:
@@ -179,10 +182,7 @@ class KvasirRank:
 
     def kvasir_open(self) -> str:
         """Prepare the rank and return its KV layout. Call this first."""
-        worker: Any = self
-        self.kvasir_steps = open_steps(
-            worker.model_runner, worker.vllm_config, worker.execute_model, worker.sample_tokens
-        )
+        self.kvasir_steps = open_steps(self)
         return self.kvasir_steps.layout
 
     def kvasir_share(self, folder: str) -> list[KvPart]:
@@ -192,7 +192,8 @@ class KvasirRank:
             left.unlink(missing_ok=True)
         return self.kvasir_steps.share(folder, worker.rank)
 
-    def kvasir_step(self, step: StepRequests, draw: StepDraw) -> dict[str, Sampled | None]:
-        """Run one step and return the sampled tokens by request name."""
-        self.kvasir_steps.run(step, draw)
-        return draw.drawn
+    def kvasir_step(self, step: StepRequests, draw: StepDraw) -> tuple[Chosen | None, torch.Tensor | None]:
+        """Run one step and return what `draw` then has."""
+        self.kvasir_steps.compute(step)
+        self.kvasir_steps.sample(draw)
+        return draw.chosen, draw.hidden

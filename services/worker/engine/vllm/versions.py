@@ -37,7 +37,9 @@ TABLE = (
     Private("SamplingParams", "vllm"),
     Private("current_platform", "vllm.platforms", "device_type"),
     Private("EngineCore", "vllm.v1.engine.core", "shutdown"),
-    Private("Executor", "vllm.v1.executor", "get_class execute_model sample_tokens collective_rpc"),
+    Private("Executor", "vllm.v1.executor", "get_class collective_rpc"),
+    Private("WorkerBase", "vllm.v1.worker.worker_base", "execute_model sample_tokens"),
+    Private("SchedulerConfig", "vllm.config", "async_scheduling"),
     Private(
         "EngineArgs",
         "vllm.engine.arg_utils",
