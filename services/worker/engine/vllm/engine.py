@@ -4,7 +4,6 @@ Prefix cache, tiers and migration work as with the native engine; distributed at
 (`docs/vllm.md`)."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -149,15 +148,25 @@ class VllmEngine:
         masks = None if waits or grammars is None else grammars.begin(points)
         step = self.requests.begin(rows)
         draw = StepDraw([step.names[at] for at in kept], points, masks)
-        with self._failing():
+        try:
             self._runner.compute(step)
+        except BaseException:
+            self.requests.fail()
+            raise
         known = self.requests.end()
+        failed: list[Exception] = []
 
         def choose() -> Chosen:
-            if waits and grammars is not None:
-                draw.masks = grammars.begin(points)
-            with self._failing():
+            if failed:  # when the next step was submitted
+                raise failed[0]
+            try:
+                if waits and grammars is not None:
+                    draw.masks = grammars.begin(points)
                 self._runner.sample(draw)
+            except Exception as error:
+                self.requests.fail()
+                failed.append(error)
+                raise
             assert draw.chosen is not None, "the runner has called it"
             return draw.chosen
 
@@ -170,14 +179,6 @@ class VllmEngine:
         if not waits:
             ticket.choose()
         return ticket
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.requests.fail()
-            raise
 
 
 class _Late:

@@ -285,16 +285,17 @@ SAMPLINGS = {
     "ending": long(end_token_ids=tuple(range(8))),
     "short": long(max_tokens=9),
     "drawn": long(temperature=0.9, top_p=0.9),
-    "penalised": long(frequency_penalty=0.8, repetition_penalty=1.2),
+    "penalised": long(frequency_penalty=1.5, repetition_penalty=1.2),
     "measured": long(top_logprobs=2),
 }
 
 
 @pytest.mark.parametrize("names", [tuple(SAMPLINGS), ("a", "short"), ("penalised",)])
 def test_steps_in_flight_change_no_answer_and_no_request(names: tuple[str, ...]) -> None:
-    """Tokens go to the next step in the runner: a request is told anew once at most, for its prompt."""
+    """Tokens go to the next step in the runner: a request is told once, with its prompt."""
     samplings = {name: SAMPLINGS[name] for name in names}
-    (alone, _), (answers, runner) = (by_thread(samplings, overlaps=overlaps) for overlaps in (False, True))
+    alone, _ = by_thread(samplings, overlaps=False)
+    answers, runner = by_thread(samplings, overlaps=True, max_step_tokens=64)
     assert answers == alone and runner.new == len(names)
     assert "penalised" not in names or answers["penalised"] != PLAIN["a"]
 
