@@ -87,6 +87,7 @@ class VllmRunner:
         )
         try:
             self._config: Any = arguments.create_engine_config()
+            check_quantised(self._config.model_config)
             self.kind = "v2" if self._config.use_v2_model_runner else "v1"
             """vLLM's model runner."""
             if self.kind == "v2":
@@ -151,6 +152,15 @@ def check_device(built: str, device: str, ranks: int) -> None:
         raise ConfigError(
             "several ranks share their KV with Kvasir on a CPU only: set vllm.tensor_parallel 1",
             param="vllm.tensor_parallel",
+        )
+
+
+def check_quantised(model: Any) -> None:
+    """Raise ConfigError for a quantised checkpoint in fp32, for which some kernels of vLLM fail at a step."""
+    if model.quantization is not None and model.dtype is torch.float32:
+        raise ConfigError(
+            f"vLLM computes weights in {model.quantization} with 16 bits: set worker.dtype bfloat16",
+            param="dtype",
         )
 
 

@@ -40,6 +40,7 @@ TABLE = (
     Private("Executor", "vllm.v1.executor", "get_class collective_rpc"),
     Private("WorkerBase", "vllm.v1.worker.worker_base", "execute_model sample_tokens"),
     Private("SchedulerConfig", "vllm.config", "async_scheduling"),
+    Private("ModelConfig", "vllm.config", "quantization"),
     Private(
         "EngineArgs",
         "vllm.engine.arg_utils",

@@ -24,7 +24,7 @@ from services.worker.engine.sampler import Logits
 from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.engine import VllmEngine
 from services.worker.engine.vllm.requests import NULL_BLOCKS, NewRequest, StepRequests
-from services.worker.engine.vllm.runner import check_device
+from services.worker.engine.vllm.runner import check_device, check_quantised
 from services.worker.engine.vllm.steps import KvPart, as_it_lies, check_groups
 from services.worker.kv.store import CacheableEngine
 from shared.errors import ConfigError
@@ -424,6 +424,13 @@ def test_devices_and_ranks_that_cannot_be() -> None:
         check_device("cpu", "cuda", 1)
     with pytest.raises(ConfigError, match=r"on a CPU only: set vllm\.tensor_parallel 1"):
         check_device("cuda", "cuda", 2)
+
+
+def test_a_quantised_checkpoint_is_not_computed_in_32_bits() -> None:
+    for kind, dtype in (("awq", torch.bfloat16), (None, torch.float32)):
+        check_quantised(SimpleNamespace(quantization=kind, dtype=dtype))
+    with pytest.raises(ConfigError, match=r"weights in awq with 16 bits: set worker\.dtype bfloat16"):
+        check_quantised(SimpleNamespace(quantization="awq", dtype=torch.float32))
 
 
 def test_a_model_of_several_tables_is_refused() -> None:
