@@ -132,7 +132,8 @@ PACKINGS: dict[str, tuple[Callable[[int, int], dict[str, torch.Tensor]], dict[st
 
 def pack(folder: Path, kind: str) -> None:
     """Replace a checkpoint's matrices by random ones in a quantised form of `PACKINGS`."""
-    tensors, packed, (make_of, told) = load_file(folder / "model.safetensors"), {}, PACKINGS[kind]
+    tensors, (make_of, told) = load_file(folder / "model.safetensors"), PACKINGS[kind]
+    packed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         base, _, last = name.rpartition(".")
         if base.endswith("_proj") and last == "weight":

@@ -12,7 +12,7 @@ import pytest
 from tests.stack.running import ROOT
 from tests.tasks import ran
 from tests.vllm.conftest import PYTHON
-from tests.vllm.models import MAKERS, make
+from tests.vllm.models import MAKERS, PACKINGS, make, pack
 
 _DEADLINE_S = 280.0
 """Two starts of vLLM."""
@@ -33,6 +33,15 @@ def test_answers_are_those_of_vllm_alone(tmp_path: Path, name: str, ranks: int) 
     found = generated(tmp_path / name, str(ranks))
     assert found["engine"] == found["vllm"]
     assert ranks > 1 or (found["again"], found["in_flight"]) == (found["vllm"], found["alone"])
+    assert len({tuple(answer) for answer in found["vllm"]}) == len(found["vllm"])
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_answers_of_quantised_checkpoints_are_those_of_vllm_alone(tmp_path: Path, kind: str) -> None:
+    make("qwen2", tmp_path / kind)
+    pack(tmp_path / kind, kind)
+    found = generated(tmp_path / kind, "1", "v1", "cpu", "bfloat16")
+    assert found["engine"] == found["again"] == found["vllm"]
     assert len({tuple(answer) for answer in found["vllm"]}) == len(found["vllm"])
 
 

@@ -307,8 +307,8 @@ def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
     texts: list[str] = []
     for at, part in enumerate(content):
         if (kind := part.get("type")) not in ("text", "refusal"):
-            text = f"content parts of type {shown(repr(kind), 100)} are not supported: send text"
-            raise UnsupportedFeature(text, param=f"{path}[{at}].type")
+            why = f"content parts of type {shown(repr(kind), 100)} are not supported: send text"
+            raise UnsupportedFeature(why, param=f"{path}[{at}].type")
         text = part.get(part["type"])
         if not isinstance(text, str):
             raise InvalidRequest("a text part needs a string `text`", param=f"{path}[{at}].text")
