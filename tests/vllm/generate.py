@@ -164,10 +164,8 @@ def main() -> None:
         *("1", "v1", "cpu", "float32")[len(sys.argv) - 2 :],
     ]
     settings = VllmConfig.model_validate({"tensor_parallel": ranks, "model_runner": runner})
-    config = WorkerConfig(
-        instance="worker-0", engine="vllm", model=folder, kv_blocks=BLOCKS, vllm=settings, device=device,
-        dtype=dtype,
-    )  # fmt: skip
+    given = {"engine": "vllm", "model": folder, "kv_blocks": BLOCKS, "device": device, "dtype": dtype}
+    config = WorkerConfig.model_validate({"instance": "worker-0", "vllm": settings, **given})
     engine: Any = make_engine(config)
     found: dict[str, Any] = {"engine": by_engine(engine, breaks=ranks == "1"), "embedded": embedded(engine)}
     if ranks == "1":

@@ -95,7 +95,7 @@ class VllmRunner:
             check_names(self.kind)
             executor = part("Executor").get_class(self._config)
             self._core: Any = part("EngineCore")(self._config, executor, log_stats=False)
-        except (ValueError, NotImplementedError, OSError) as error:
+        except (ValueError, RuntimeError, OSError) as error:  # an operation may be missing on this device
             raise ConfigError(f"vLLM cannot serve {model}: {_first_line(error)}", param="model") from error
         random.seed()  # vLLM sets the same seed in every worker
         self._executor: Any = self._core.model_executor

@@ -316,7 +316,7 @@ def test_a_step_that_fails_in_flight_is_computed_again(breaks: str) -> None:
 
 
 @pytest.mark.parametrize(("most", "requests"), [({"max_rows": 2}, 2), ({"max_step_tokens": 5}, 5)])
-def test_steps_in_parts_wait_for_the_tokens_before_them(most: dict[str, int], requests: int) -> None:
+def test_steps_in_parts_wait_for_the_tokens_before_them(most: dict[str, Any], requests: int) -> None:
     answers, runner = by_thread(SAMPLINGS, overlaps=True, **most)
     assert answers == by_thread(SAMPLINGS, overlaps=False)[0] and runner.most_requests == requests
 
