@@ -1,10 +1,11 @@
 """In vLLM's environment: greedy answers of a checkpoint, by Kvasir's engine and by vLLM's own `LLM.generate`.
 
-`python -m tests.vllm.generate FOLDER [RANKS [v1|v2 [cpu|cuda [ADAPTERS]]]]` prints a JSON object of
+`python -m tests.vllm.generate FOLDER [RANKS [v1|v2 [cpu|cuda [DTYPE [ADAPTERS]]]]]` prints a JSON object of
 `prompts`, `engine` (on so many ranks, by that model runner) and `vllm`, lists of token ids, and `embedded`,
 what some prompts embed to; without `vllm` where V2 is interpreted. Where there is one rank, some steps break
-off after the first half and are run again. All prompts are answered by the model, then by each adapter in the
-folder ADAPTERS.
+off after the first half and are run again; `alone` and `in_flight` are answers of a worker's loop, one step
+after the other and with tokens that stay on the device from step to step; `again` are those of `engine` in
+the latter way. All prompts are answered by the model, then by each adapter in the folder ADAPTERS.
 """
 
 import json
@@ -17,12 +18,16 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import torch
+from llguidance import LLMatcher
+
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.core.sampling import SamplePoint
 from services.worker.core.settings import VllmConfig
 from services.worker.engine.contract import Engine, Row
 from shared.messages.sequence import Sampling
+from tests.services.worker.by_hand import Thread
 
 LENGTHS = (5, 31, 32, 70, 130, 200)
 ANSWER_TOKENS = 40
@@ -59,22 +64,58 @@ class Broken(Exception):
     """A step that was made to fail."""
 
 
-def break_off(engine: Any, rows: list[Row]) -> None:
-    """The step, which fails between the model and the sampler."""
-    steps = engine._runner._steps
-    whole = steps._sample
+def break_next(engine: Any) -> None:
+    """The next step fails between the model and the sampler."""
+    worker = engine._runner._steps._worker
 
     def fails(_: None) -> None:
+        del worker.sample_tokens
         raise Broken
 
-    steps._sample = fails
+    worker.sample_tokens = fails
+
+
+def break_off(engine: Any, rows: list[Row]) -> None:
+    break_next(engine)
     try:
         engine.step(rows)
     except Broken:
         return
-    finally:
-        steps._sample = whole
     raise AssertionError("the step did not fail")
+
+
+def keep_tokens_on_the_device(engine: Any) -> None:
+    """As vLLM does with `async_scheduling`, which it refuses on a CPU; its streams are stand-ins there."""
+    runner = engine._runner._steps._runner
+    if runner.device.type == "cpu" and engine._runner.kind == "v1":
+        cuda: Any = torch.cuda
+        runner.use_async_scheduling, runner.async_output_copy_stream = True, cuda.Stream()
+
+
+def by_thread(engine: Any, *, overlaps: bool) -> dict[str, list[int]]:
+    """In a worker's loop, by what is asked for; with steps in flight some fail."""
+    numbers = LLMatcher.grammar_from_regex("([a-z]{1,9} [0-9]{1,4}, )+")
+    engine._grammars.expect(numbers).result(60)
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "short": {"max_tokens": 7},
+        "ending": {"end_token_ids": tuple(range(0, engine.vocabulary, 9))},
+        "penalised": {"frequency_penalty": 0.6, "repetition_penalty": 1.3},
+        "constrained": {"grammar": numbers, "end_token_ids": (2,)},
+        "drawn": {"temperature": 0.8, "top_p": 0.9},
+        "measured": {"top_logprobs": 2},
+    }
+    usual = {"seed": 3, "max_tokens": 28, "temperature": 0.0}
+    engine.overlaps = overlaps
+    thread = Thread(engine)
+    thread.start({name: Sampling(**usual | way) for name, way in ways.items()}, prompt=40)
+    for turn in range(60):
+        if overlaps and turn in (5, 14, 15, 20):
+            break_next(engine)
+        thread.turn()
+    assert not thread.broken and set(thread.ends()) == set(ways) and not thread.table.in_flight
+    thread.store.close(10.0)
+    return {name: thread.tokens(name) for name in ways}
 
 
 def embedded(engine: Engine) -> list[str]:
@@ -110,7 +151,7 @@ def by_engine(engine: Engine, adapters: dict[str, str], *, breaks: bool) -> list
     return [each.answer for each in driven]
 
 
-def by_vllm(folder: str, vocabulary: int, adapters: dict[str, str]) -> list[list[int]]:
+def by_vllm(folder: str, vocabulary: int, dtype: str, adapters: dict[str, str]) -> list[list[int]]:
     """Its own scheduler and sampler, all prompts at once."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -118,7 +159,7 @@ def by_vllm(folder: str, vocabulary: int, adapters: dict[str, str]) -> list[list
     sizes: dict[str, Any] = {"block_size": 32, "kv_cache_memory_bytes": 64 << 20}
     if adapters:
         sizes |= {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": 16}
-    llm: Any = LLM(folder, dtype="float32", enforce_eager=True, **sizes)
+    llm: Any = LLM(folder, dtype=dtype, enforce_eager=True, **sizes)
     how = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts(vocabulary)]
     loras = [None, *(LoRARequest(name, at, adapters[name]) for at, name in enumerate(adapters, 1))]
@@ -127,16 +168,23 @@ def by_vllm(folder: str, vocabulary: int, adapters: dict[str, str]) -> list[list
 
 
 def main() -> None:
-    folder, ranks, runner, device, *own = [*sys.argv[1:], *("1", "v1", "cpu")[len(sys.argv) - 2 :]]
+    folder, ranks, runner, device, dtype, *own = [
+        *sys.argv[1:],
+        *("1", "v1", "cpu", "float32")[len(sys.argv) - 2 :],
+    ]
     adapters = {path.name: str(path) for each in own for path in sorted(Path(each).iterdir())}
     how = {"tensor_parallel": ranks, "model_runner": runner, "adapters": adapters}
     settings = VllmConfig.model_validate(how)
-    config = WorkerConfig(
-        instance="worker-0", engine="vllm", model=folder, kv_blocks=BLOCKS, vllm=settings, device=device
-    )
+    given = {"engine": "vllm", "model": folder, "kv_blocks": BLOCKS, "device": device, "dtype": dtype}
+    config = WorkerConfig.model_validate({"instance": "worker-0", "vllm": settings, **given})
     engine: Any = make_engine(config)
     found: dict[str, Any] = {"prompts": prompts(engine.vocabulary)}
     found |= {"engine": by_engine(engine, adapters, breaks=ranks == "1"), "embedded": embedded(engine)}
+    if ranks == "1":
+        found["alone"] = by_thread(engine, overlaps=False)
+        keep_tokens_on_the_device(engine)
+        found["in_flight"] = by_thread(engine, overlaps=True)
+        found["again"] = by_engine(engine, adapters, breaks=True)
     engine.close()
     if (runner, device) == ("v2", "cpu"):
         print(json.dumps(found))
@@ -144,7 +192,7 @@ def main() -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
-    print(json.dumps({**found, "vllm": by_vllm(folder, engine.vocabulary, adapters)}))
+    print(json.dumps({**found, "vllm": by_vllm(folder, engine.vocabulary, dtype, adapters)}))
 
 
 if __name__ == "__main__":

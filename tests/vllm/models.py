@@ -85,3 +85,82 @@ def make_adapter(model: Path, folder: Path, rank: int, modules: Sequence[str] = 
             tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, ins, generator=dice) / ins**0.5
             tensors[f"{stem}.lora_B.weight"] = torch.randn(outs, rank, generator=dice) / 8 / rank**0.5
     save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def _words(*shape: int) -> torch.Tensor:
+    """Random int32: eight values of 4 bits each."""
+    return torch.randint(-(1 << 31), 1 << 31, shape).to(torch.int32)
+
+
+def _scales(*shape: int) -> torch.Tensor:
+    return torch.rand(shape) * 0.02 + 0.03
+
+
+_GROUP = 32
+"""Inputs that share a scale."""
+
+
+def _gptq(out: int, width: int) -> dict[str, torch.Tensor]:
+    zeros = torch.full((width // _GROUP, out // 8), 0x77777777, dtype=torch.int32)
+    groups = torch.arange(width, dtype=torch.int32) // _GROUP
+    scales = _scales(width // _GROUP, out).half()
+    return {"qweight": _words(width // 8, out), "qzeros": zeros, "scales": scales, "g_idx": groups}
+
+
+def _awq(out: int, width: int) -> dict[str, torch.Tensor]:
+    zeros = torch.full((width // _GROUP, out // 8), 0x77777777, dtype=torch.int32)
+    return {
+        "qweight": _words(width, out // 8),
+        "qzeros": zeros,
+        "scales": _scales(width // _GROUP, out).half(),
+    }
+
+
+def _w4a16(out: int, width: int) -> dict[str, torch.Tensor]:
+    scales, shape = _scales(out, width // _GROUP), torch.tensor([out, width])
+    return {"weight_packed": _words(out, width // 8), "weight_scale": scales, "weight_shape": shape}
+
+
+def _w8a8(out: int, width: int) -> dict[str, torch.Tensor]:
+    values = torch.randint(-127, 128, (out, width)).to(torch.int8)
+    return {"weight": values, "weight_scale": _scales(out, 1) / 16}
+
+
+def _fp8(out: int, width: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.randn(out, width).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(0.2)}
+
+
+def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}}
+    how = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]}
+    return {**how, "config_groups": {"group_0": {**group, "input_activations": inputs}}}
+
+
+_BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+_4_BITS = {"bits": 4, "group_size": _GROUP}
+PACKINGS: dict[str, tuple[Callable[[int, int], dict[str, torch.Tensor]], dict[str, Any]]] = {
+    "gptq": (_gptq, {"quant_method": "gptq", **_4_BITS, "desc_act": False, "sym": True}),
+    "awq": (_awq, {"quant_method": "awq", **_4_BITS, "zero_point": True, "version": "gemm"}),
+    "w4a16": (
+        _w4a16,
+        _compressed("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": _GROUP}, None),
+    ),
+    "w8a8": (_w8a8, _compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}, _BY_TOKEN)),
+    "fp8": (_fp8, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+}
+"""What has the weights of a matrix `[out, width]`, and the entry in the model's configuration."""
+
+
+def pack(folder: Path, kind: str) -> None:
+    """Replace a checkpoint's matrices by random ones in a quantised form of `PACKINGS`."""
+    tensors, (make_of, told) = load_file(folder / "model.safetensors"), PACKINGS[kind]
+    packed: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        base, _, last = name.rpartition(".")
+        if base.endswith("_proj") and last == "weight":
+            packed |= {f"{base}.{part}": value for part, value in make_of(*tensor.shape).items()}
+        else:
+            packed[name] = tensor
+    save_file(packed, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": told}))

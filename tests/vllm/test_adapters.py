@@ -31,7 +31,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(adapters: Path) -> dict[str, Any]:
-    return generated(TINY_CHAT, "1", "v1", "cpu", str(adapters))
+    return generated(TINY_CHAT, "1", "v1", "cpu", "float32", str(adapters))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_the_engine_answers_as_vllm_does(reference: dict[str, Any]) -> None:
 def test_so_do_several_ranks_and_model_runner_v2(
     adapters: Path, reference: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    assert generated(TINY_CHAT, *words, str(adapters))["engine"] == reference["vllm"]
+    assert generated(TINY_CHAT, *words, "float32", str(adapters))["engine"] == reference["vllm"]
 
 
 def test_so_does_a_stack(reference: dict[str, Any], stack: RunningStack) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.stack.running import ROOT
 from tests.tasks import ran
 from tests.vllm.conftest import PYTHON
-from tests.vllm.models import MAKERS, make
+from tests.vllm.models import MAKERS, PACKINGS, make, pack
 
 _DEADLINE_S = 280.0
 """Two starts of vLLM."""
@@ -32,7 +32,26 @@ def test_answers_are_those_of_vllm_alone(tmp_path: Path, name: str, ranks: int) 
     make(name, tmp_path / name)
     found = generated(tmp_path / name, str(ranks))
     assert found["engine"] == found["vllm"]
+    assert ranks > 1 or (found["again"], found["in_flight"]) == (found["vllm"], found["alone"])
     assert len({tuple(answer) for answer in found["vllm"]}) == len(found["vllm"])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PACKINGS if kind != "fp8"])
+def test_answers_of_quantised_checkpoints_are_those_of_vllm_alone(tmp_path: Path, kind: str) -> None:
+    make("qwen2", tmp_path / kind)
+    pack(tmp_path / kind, kind)
+    found = generated(tmp_path / kind, "1", "v1", "cpu", "bfloat16")
+    assert found["engine"] == found["again"] == found["vllm"]
+    assert len({tuple(answer) for answer in found["vllm"]}) == len(found["vllm"])
+
+
+def test_weights_in_fp8_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    """The wheel for CPUs lacks an operation that their loading needs."""
+    make("qwen2", tmp_path / "fp8")
+    pack(tmp_path / "fp8", "fp8")
+    argv = [PYTHON, "-m", "tests.vllm.generate", str(tmp_path / "fp8"), "1", "v1", "cpu", "bfloat16"]
+    done = ran(argv)
+    assert done.returncode != 0 and f"ConfigError: vLLM cannot serve {tmp_path / 'fp8'}: " in done.stderr
 
 
 @pytest.mark.timeout(2 * _DEADLINE_S + 60)
@@ -41,7 +60,8 @@ def test_model_runner_v2_answers_as_vllm_does_alone(tmp_path: Path, name: str) -
     """All of V2 but compiled kernels: Triton interprets them."""
     make(name, tmp_path / name)
     v1, v2 = generated(tmp_path / name), generated(tmp_path / name, "1", "v2")
-    assert v2["engine"] == v1["vllm"]
+    assert v2["engine"] == v2["again"] == v1["vllm"]
+    assert v2["in_flight"] == v2["alone"] == v1["alone"]
     for one, other in zip(v1["embedded"], v2["embedded"], strict=True):
         vectors = [np.frombuffer(b64decode(each), dtype="<f4") for each in (one, other)]
         np.testing.assert_allclose(vectors[0], vectors[1], rtol=1e-4, atol=1e-4)

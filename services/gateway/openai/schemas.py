@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError
 
-from services.gateway.errors import UnsupportedFeature
+from services.gateway.errors import UnsupportedFeature, shown
 from services.gateway.openai.tools import template_calls
 from shared.errors import InvalidRequest
 
@@ -306,10 +306,9 @@ def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
         return content or ""
     texts: list[str] = []
     for at, part in enumerate(content):
-        if part.get("type") not in ("text", "refusal"):
-            raise UnsupportedFeature(
-                "content parts other than text are not supported", param=f"{path}[{at}].type"
-            )
+        if (kind := part.get("type")) not in ("text", "refusal"):
+            why = f"content parts of type {shown(repr(kind), 100)} are not supported: send text"
+            raise UnsupportedFeature(why, param=f"{path}[{at}].type")
         text = part.get(part["type"])
         if not isinstance(text, str):
             raise InvalidRequest("a text part needs a string `text`", param=f"{path}[{at}].text")

@@ -61,13 +61,13 @@ class StepRows(Sequence[Row]):
 
     def _all(self) -> list[Row]:
         if self._rows is None:
-            self._rows = [*rows_of(self.decodes), *self.others]
+            self._rows = [*rows_of(self.decodes, self.after), *self.others]
         return self._rows
 
     def known(self, told: Sequence[Sampled | None]) -> "StepRows":
         """Return the rows with all tokens, given those of the step before."""
         batch, after = self.decodes, self.after
-        others = [row if row.after < 0 else _known(row, told[row.after]) for row in self.others]
+        others = known_rows(self.others, told)
         if batch is not None and after is not None:
             rows = np.flatnonzero(after >= 0)
             tokens = batch.tokens.copy()
@@ -81,21 +81,23 @@ def _token(sampled: Sampled | None) -> int:
     return 0 if sampled is None else max(0, sampled.token)
 
 
-def _known(row: Row, sampled: Sampled | None) -> Row:
-    return Row([_token(sampled)], row.first_position, row.blocks, row.point, adapter=row.adapter)
+def known_rows(rows: Sequence[Row], told: Sequence[Sampled | None]) -> list[Row]:
+    """Return rows with all tokens, given those of the step before."""
+    return [
+        row if row.after < 0 else msgspec.structs.replace(row, tokens=[_token(told[row.after])], after=-1)
+        for row in rows
+    ]
 
 
-def rows_of(decodes: DecodeBatch | None) -> list[Row]:
-    """Return the rows of a batch one by one."""
+def rows_of(decodes: DecodeBatch | None, after: Int64s | None = None) -> list[Row]:
+    """Return the rows of a batch one by one. `after`: see `StepRows`."""
     if decodes is None:
         return []
-    group = decodes.group
-    each = zip(
-        group.sequences, decodes.tokens.tolist(), decodes.first.tolist(), group.points(decodes), strict=True
-    )
+    group, tokens, first = decodes.group, decodes.tokens.tolist(), decodes.first.tolist()
+    places = [-1] * len(decodes) if after is None else after.tolist()
+    each = zip(group.sequences, tokens, first, group.points(decodes), places, strict=True)
     return [
-        Row([token], first, sequence.blocks, point, adapter=sequence.adapter)
-        for sequence, token, first, point in each
+        Row([token], first, one.blocks, point, place, one.adapter) for one, token, first, point, place in each
     ]
 
 

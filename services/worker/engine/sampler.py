@@ -270,7 +270,7 @@ class Chosen:
 
 def take_likeliest(
     logits: torch.Tensor, rows: Sequence[int], points: Sequence[SamplePoint], library: CDLL | None = None
-) -> list[Sampled | None] | None:
+) -> "Chosen | None":
     """Sample `rows` of `logits` `[all rows, vocabulary]` greedily without copying them.
 
     Return None if any of `points` needs more than the likeliest token."""
@@ -279,7 +279,7 @@ def take_likeliest(
         if how.temperature > 0 or how.top_logprobs is not None or point.index < 0 or is_steered(point):
             return None
     highest, tokens = likeliest(logits.float(), library, rows)
-    return Chosen(tokens, highest, logits[:0], {}).answers()
+    return Chosen(tokens, highest, logits[:0], {})
 
 
 def are_likeliest(batch: DecodeBatch) -> bool:

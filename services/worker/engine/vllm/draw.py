@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from services.worker.core.sampling import Sampled, SamplePoint
+from services.worker.core.sampling import SamplePoint
 from services.worker.engine.grammar_masks import RowMasks
 from services.worker.engine.native.library import choose
-from services.worker.engine.sampler import Logits, sample, take_likeliest, with_hidden
+from services.worker.engine.paged import to_device
+from services.worker.engine.sampler import Chosen, Logits, choose_tokens, take_likeliest
 from shared.grammars import Words
 
 
@@ -25,43 +26,47 @@ class FoundMasks(RowMasks):
 
 
 class StepDraw:
-    """Samples a step. `drawn` has the tokens by request name, and is sent back by another process."""
+    """Samples a step, whose tokens stay on the device. Another process sends `chosen` and `hidden` back."""
 
-    def __init__(self, wanted: Sequence[str], points: Sequence[SamplePoint], masks: RowMasks | None) -> None:
-        """`wanted`: names of the rows with `points`; `masks`: their grammar masks."""
-        self._wanted, self._points, self._masks = wanted, points, masks
-        self.drawn: dict[str, Sampled | None] = {}
+    def __init__(
+        self, wanted: Sequence[str], points: Sequence[SamplePoint], masks: RowMasks | None = None
+    ) -> None:
+        """`wanted`: names of the requests with `points`; `masks`: their grammar masks."""
+        self._wanted, self._points, self.masks = wanted, points, masks
+        self.embeds = any(point.sampling.embeds for point in points)
+        self.chosen: Chosen | None = None
+        """The sampled tokens, in the order of `wanted`."""
+        self.hidden: torch.Tensor | None = None
+        """`Logits.hidden` in the same order, if a point embeds."""
 
-    def __call__(self, logits: Logits, names: Sequence[str]) -> list[int]:
-        """Return a token for each request; `logits` `[requests, vocabulary]` in the order of `names`."""
-        if self._wanted:
-            at = {name: index for index, name in enumerate(names)}
-            found = self._found(logits, [at[name] for name in self._wanted])
-            self.drawn = dict(zip(self._wanted, found, strict=True))
-        return [self.noted(name) or 0 for name in names]
+    def __call__(self, logits: Logits, names: Sequence[str]) -> torch.Tensor:
+        """Return the requests' tokens, int64 `[requests]` on the device; 0 where none is wanted.
 
-    def _found(self, logits: Logits, rows: list[int]) -> list[Sampled | None]:
-        """Return one token for each of these rows of the logits."""
-        library = _library(logits.values.device.type)
-        embeds = any(point.sampling.embeds for point in self._points)
-        if self._masks is None and not embeds:
-            found = take_likeliest(logits.values, rows, self._points, library)
-            if found is not None:
-                return found
-        values, hidden = logits.values, logits.hidden
-        if rows != list(range(len(values))):
-            values, hidden = values[rows], None if hidden is None else hidden[rows]
-        found = sample(Logits(values.float(), hidden=hidden), self._points, library, self._masks)
-        return with_hidden(found, self._points, hidden) if embeds else found
-
-    def noted(self, name: str) -> int | None:
-        """Return the sampled token of a request, or None."""
-        sampled = self.drawn.get(name)
-        return None if sampled is None else sampled.token
+        `logits` `[requests, vocabulary]` in the order of `names`."""
+        at = {name: index for index, name in enumerate(names)}
+        rows: Sequence[int] = [at[name] for name in self._wanted]
+        are_all = rows == [*range(len(names))]
+        if are_all:
+            rows = range(len(names))
+        values, hidden, device = logits.values, logits.hidden, logits.values.device
+        library = _library(device.type)
+        chosen = None
+        if self.masks is None and not self.embeds:
+            chosen = take_likeliest(values, rows, self._points, library)
+        places = to_device(torch.tensor(rows, dtype=torch.int64), device)
+        if chosen is None:
+            if not are_all:
+                values, hidden = values[places], None if hidden is None else hidden[places]
+            chosen = choose_tokens(Logits(values), self._points, library, self.masks)
+        self.chosen, self.hidden = chosen, hidden
+        if are_all:
+            return chosen.tokens
+        tokens = torch.zeros(len(names), dtype=torch.int64, device=device)
+        return tokens.index_copy_(0, places, chosen.tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only what the other process reads, after waiting for the masks."""
-        masks = None if self._masks is None else FoundMasks(self._masks.rows, self._masks.wait())
+        masks = None if self.masks is None else FoundMasks(self.masks.rows, self.masks.wait())
         return StepDraw, (self._wanted, [_brief(point) for point in self._points], masks)
 
 

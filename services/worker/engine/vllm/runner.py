@@ -7,15 +7,15 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from services.worker.adapters import folder_of, largest_rank
-from services.worker.core.sampling import Sampled
 from services.worker.core.settings import VllmConfig
+from services.worker.engine.sampler import Chosen
 from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.requests import NULL_BLOCKS, StepRequests
 from services.worker.engine.vllm.steps import KvPart, Steps, StepsV1
@@ -79,7 +79,7 @@ class VllmRunner:
             tensor_parallel_size=ranks,
             worker_extension_cls=_RANK if ranks > 1 else "",
             enable_prefix_caching=False,
-            async_scheduling=False,  # else tokens arrive one step later
+            async_scheduling=device != "cpu",  # sampled tokens go to the next step on the device
             disable_hybrid_kv_cache_manager=True,  # one block table for layers with and without windows
             enforce_eager=settings.eager,
             disable_log_stats=True,
@@ -88,6 +88,7 @@ class VllmRunner:
         )
         try:
             self._config: Any = arguments.create_engine_config()
+            check_quantised(self._config.model_config)
             self.kind = "v2" if self._config.use_v2_model_runner else "v1"
             """vLLM's model runner."""
             if self.kind == "v2":
@@ -95,16 +96,16 @@ class VllmRunner:
             check_names(self.kind)
             executor = part("Executor").get_class(self._config)
             self._core: Any = part("EngineCore")(self._config, executor, log_stats=False)
-        except (ValueError, NotImplementedError, OSError) as error:
+        except (ValueError, RuntimeError, OSError) as error:  # an operation may be missing on this device
             raise ConfigError(f"vLLM cannot serve {model}: {_first_line(error)}", param="model") from error
         random.seed()  # vLLM sets the same seed in every worker
         self._executor: Any = self._core.model_executor
         adapters = self._loaded(settings.adapters)
         self._steps: Steps | None = None
+        self._step: StepRequests | None = None
+        self.overlaps = bool(self._config.scheduler_config.async_scheduling)
         if ranks == 1:
-            runner = self._executor.driver_worker.worker.model_runner
-            execute, sample = self._executor.execute_model, self._executor.sample_tokens
-            self._steps = open_steps(runner, self._config, execute, sample, adapters)
+            self._steps = open_steps(self._executor.driver_worker.worker, adapters)
             self.layout = self._steps.layout
             self.kv: Sequence[torch.Tensor] = self._steps.kv
         else:
@@ -120,11 +121,17 @@ class VllmRunner:
         require(not kv_blocks or blocks == kv_blocks + NULL_BLOCKS, f"{kv_blocks} blocks and block 0", blocks)
         require(all(shape[0] == blocks for shape in shapes), "KV begins with the blocks", shapes)
 
-    def run(self, step: StepRequests, draw: StepDraw) -> None:
+    def compute(self, step: StepRequests) -> None:
+        self._step = step
         if self._steps is not None:
-            self._steps.run(step, draw)
+            self._steps.compute(step)
+
+    def sample(self, draw: StepDraw) -> None:
+        if self._steps is not None:
+            self._steps.sample(draw)
         else:  # the same on every rank
-            draw.drawn = self._executor.collective_rpc("kvasir_step", args=(step, draw), unique_reply_rank=0)
+            found = self._executor.collective_rpc("kvasir_step", args=(self._step, draw), unique_reply_rank=0)
+            draw.chosen, draw.hidden = found
 
     def close(self) -> None:
         self._core.shutdown()
@@ -166,6 +173,15 @@ def check_device(built: str, device: str, ranks: int) -> None:
         )
 
 
+def check_quantised(model: Any) -> None:
+    """Raise ConfigError for a quantised checkpoint in fp32, for which some kernels of vLLM fail at a step."""
+    if model.quantization is not None and model.dtype is torch.float32:
+        raise ConfigError(
+            f"vLLM computes weights in {model.quantization} with 16 bits: set worker.dtype bfloat16",
+            param="dtype",
+        )
+
+
 def _memory(kv_blocks: int, kv_bytes: int, fraction: float) -> dict[str, Any]:
     """Return vLLM's arguments for the size of the KV memory."""
     if kv_blocks or kv_bytes:
@@ -190,16 +206,9 @@ def _first_line(error: Exception) -> str:
     )
 
 
-def open_steps(
-    runner: Any,
-    config: Any,
-    execute: Callable[[Any], Any],
-    sample: Callable[[None], Any],
-    adapters: Mapping[str, Any],
-) -> Steps:
-    """Return the `Steps` for vLLM's model runner. Raises ConfigError as `Steps` does."""
-    kind = StepsV2 if config.use_v2_model_runner else StepsV1
-    return kind(runner, config, execute, sample, adapters)
+def open_steps(worker: Any, adapters: Mapping[str, Any]) -> Steps:
+    """Return the `Steps` for the model runner of vLLM's worker. Raises ConfigError as `Steps` does."""
+    return (StepsV2 if worker.vllm_config.use_v2_model_runner else StepsV1)(worker, adapters)
 
 
 class KvasirRank:
@@ -210,10 +219,7 @@ class KvasirRank:
 
     def kvasir_open(self, adapters: Mapping[str, Any]) -> str:
         """Prepare the rank and return its KV layout. Call this first."""
-        worker: Any = self
-        self.kvasir_steps = open_steps(
-            worker.model_runner, worker.vllm_config, worker.execute_model, worker.sample_tokens, adapters
-        )
+        self.kvasir_steps = open_steps(self, adapters)
         return self.kvasir_steps.layout
 
     def kvasir_share(self, folder: str) -> list[KvPart]:
@@ -223,7 +229,8 @@ class KvasirRank:
             left.unlink(missing_ok=True)
         return self.kvasir_steps.share(folder, worker.rank)
 
-    def kvasir_step(self, step: StepRequests, draw: StepDraw) -> dict[str, Sampled | None]:
-        """Run one step and return the sampled tokens by request name."""
-        self.kvasir_steps.run(step, draw)
-        return draw.drawn
+    def kvasir_step(self, step: StepRequests, draw: StepDraw) -> tuple[Chosen | None, torch.Tensor | None]:
+        """Run one step and return what `draw` then has."""
+        self.kvasir_steps.compute(step)
+        self.kvasir_steps.sample(draw)
+        return draw.chosen, draw.hidden

@@ -14,7 +14,7 @@ from services.worker.engine.sampler import Logits
 from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest, StepRequests
 from services.worker.engine.vllm.versions import check_object, has, part, require
-from shared.errors import ConfigError
+from shared.errors import ConfigError, InternalError
 
 
 def as_it_lies(kv: torch.Tensor) -> torch.Tensor:
@@ -47,28 +47,25 @@ class KvPart(NamedTuple):
 
 
 class Steps(ABC):
-    """Runs steps of one model runner and replaces its sampler. `execute` and `sample`: halves of a step.
-    `adapters`: vLLM's `LoRARequest` by name."""
+    """Runs steps of the model runner of one of vLLM's workers, and replaces its sampler."""
 
     kind: ClassVar[str]
     """Which of vLLM's model runners it is for."""
 
-    def __init__(
-        self,
-        runner: Any,
-        config: Any,
-        execute: Callable[[Any], Any],
-        sample: Callable[[None], Any],
-        adapters: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, worker: Any, adapters: Mapping[str, Any]) -> None:
         """Raises ConfigError if the runner lacks an attribute or the model needs several block tables."""
+        runner = worker.model_runner
         check_object(runner, "runner", self.kind)
         check_groups(runner.kv_cache_config.kv_cache_groups)
-        self._runner, self._config, self._execute, self._sample = runner, config, execute, sample
+        self._worker, self._runner, self._config = worker, runner, worker.vllm_config
         self._adapters = adapters
+        """vLLM's `LoRARequest` by name."""
         self._greedy = part("SamplingParams")(temperature=0.0, max_tokens=1 << 30)
         self._draw: StepDraw | None = None
         self._hidden: torch.Tensor | None = None
+        is_cuda = runner.device.type == "cuda"
+        self._stream: Any = torch.cuda.current_stream(runner.device) if is_cuda else None
+        """The stream on which vLLM captured its graphs, also for a thread that comes later."""
         self._take_the_sampler()
 
     @property
@@ -95,7 +92,8 @@ class Steps(ABC):
             parts.append(part)
         return parts
 
-    def run(self, step: StepRequests, draw: StepDraw) -> None:
+    def compute(self, step: StepRequests) -> None:
+        """Compute a step up to its logits; `sample` is next. On a GPU neither waits for the device."""
         common = (
             {"num_common_prefix_blocks": [0]} if has("SchedulerOutput", "num_common_prefix_blocks") else {}
         )
@@ -110,18 +108,25 @@ class Steps(ABC):
             free_encoder_mm_hashes=[],
             **common,
         )
-        if self._runner.device.type == "cuda":
-            torch.cuda.set_device(self._runner.device)  # the setting is per thread
-        self._draw = draw
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)  # this, and the device, are per thread
+        self._half(self._worker.execute_model, scheduled)
+
+    def sample(self, draw: StepDraw) -> None:
+        """Sample the computed step. Its tokens go to the next one on the device."""
+        state = self._runner.execute_model_state
+        if state is None:
+            raise InternalError("the step failed before it was sampled")
+        self._draw, self._hidden = draw, self._sampled_from(state) if draw.embeds else None
+        self._half(self._worker.sample_tokens, None)
+
+    def _half(self, half: Callable[[Any], Any], argument: Any) -> None:
+        """Run half of a step."""
         try:
-            if self._execute(scheduled) is None:
-                self._hidden = self._sampled_from(self._runner.execute_model_state)
-                self._sample(None)
+            half(argument)
         except BaseException:
             self._runner.execute_model_state = None  # else vLLM refuses every later step
             raise
-        finally:
-            self._draw = self._hidden = None
 
     @abstractmethod
     def _take_the_sampler(self) -> None:
@@ -160,10 +165,10 @@ class Steps(ABC):
 
     def _drawn(self, logits: torch.Tensor, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """Return sampled tokens `[requests, 1]`."""
-        require(self._draw is not None, "the sampler is called in a step")
-        assert self._draw is not None
-        tokens = self._draw(Logits(logits, hidden=self._hidden), names)
-        return torch.tensor(tokens, dtype=dtype, device=logits.device).unsqueeze(1)
+        draw, self._draw = self._draw, None
+        require(draw is not None, "the sampler is called in a step")
+        assert draw is not None
+        return draw(Logits(logits, hidden=self._hidden), names).to(dtype).unsqueeze(1)
 
 
 class StepsV1(Steps):

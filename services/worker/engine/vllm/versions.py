@@ -38,7 +38,10 @@ TABLE = (
     Private("current_platform", "vllm.platforms", "device_type"),
     Private("EngineCore", "vllm.v1.engine.core", "add_lora shutdown"),
     Private("LoRARequest", "vllm.lora.request", "lora_name lora_int_id lora_path"),
-    Private("Executor", "vllm.v1.executor", "get_class execute_model sample_tokens collective_rpc"),
+    Private("Executor", "vllm.v1.executor", "get_class collective_rpc"),
+    Private("WorkerBase", "vllm.v1.worker.worker_base", "execute_model sample_tokens"),
+    Private("SchedulerConfig", "vllm.config", "async_scheduling"),
+    Private("ModelConfig", "vllm.config", "quantization"),
     Private(
         "EngineArgs",
         "vllm.engine.arg_utils",

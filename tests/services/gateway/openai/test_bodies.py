@@ -359,6 +359,9 @@ def test_messages_of_unsupported_kinds(message: dict[str, Any], param: str) -> N
     with pytest.raises(UnsupportedFeature) as caught:
         schemas.template_messages(chat(messages=[message]).messages)
     assert caught.value.param == param
+    assert "image_url" not in str(message) or "parts of type 'image_url' are not supported" in str(
+        caught.value
+    )
 
 
 def test_millions_of_wrong_items_cost_one_error() -> None:

@@ -17,19 +17,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.sampling import SamplePoint
-from services.worker.engine.contract import AttendingEngine, ConstrainedEngine, Row
+from services.worker.core.sampling import Sampled, SamplePoint
+from services.worker.engine.contract import AttendingEngine, ConstrainedEngine, OverlappingEngine, Row
 from services.worker.engine.grammar_masks import RowMasks
 from services.worker.engine.sampler import Logits
 from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.engine import VllmEngine
 from services.worker.engine.vllm.requests import NULL_BLOCKS, NewRequest, StepRequests
-from services.worker.engine.vllm.runner import check_device
+from services.worker.engine.vllm.runner import check_device, check_quantised
 from services.worker.engine.vllm.steps import KvPart, as_it_lies, check_groups
 from services.worker.kv.store import CacheableEngine
 from shared.errors import ConfigError
 from shared.grammars import Words
 from shared.messages.sequence import Sampling
+from tests.services.worker.by_hand import Thread
 
 VOCABULARY = 64
 
@@ -52,9 +53,11 @@ class _Kept:
 
 
 class TokenRunner:
-    """A `ModelRunner`. `break_next`: "before" or "after" the next step's requests are known, it fails."""
+    """A `ModelRunner`. `break_next`: "before" or "after" the next step's requests are known, or when it is
+    to "sample", it fails."""
 
     version = "0"
+    overlaps = True
     max_positions = 1024
     vocabulary = VOCABULARY
     dtype = torch.float32
@@ -64,6 +67,7 @@ class TokenRunner:
         self._blocks = torch.zeros(kv_blocks + NULL_BLOCKS, block_tokens, dtype=torch.int32)
         self._requests: dict[str, _Kept] = {}
         self.break_next = ""
+        self._computed_step: tuple[StepRequests, list[str], torch.Tensor] | None = None
         self.closed = False
         self.most_requests = self.new = self.continued = 0
 
@@ -71,10 +75,15 @@ class TokenRunner:
     def kv(self) -> Sequence[torch.Tensor]:
         return [self._blocks]
 
-    def run(self, step: StepRequests, draw: StepDraw) -> None:
+    def breaks(self, when: str) -> bool:
+        is_now = self.break_next == when
+        self.break_next = "" if is_now else self.break_next
+        return is_now
+
+    def compute(self, step: StepRequests) -> None:
         counts = step.counts
-        breaks, self.break_next = self.break_next, ""
-        if breaks == "before":
+        assert self._computed_step is None, "each step is sampled before the next one"
+        if self.breaks("before"):
             raise Broken
         for name in step.finished:
             self._requests.pop(name, None)
@@ -89,13 +98,20 @@ class TokenRunner:
         assert set(counts) == set(self._requests), "requests are kept that no step has"
         self.new, self.continued = self.new + len(step.new), self.continued + len(step.continued)
         self.most_requests = max(self.most_requests, len(counts))
-        if breaks == "after":
+        if self.breaks("after"):
             raise Broken
         names = sorted(counts, key=lambda name: crc32(name.encode()))
         logits = torch.stack([self._computed(self._requests[name], counts[name]) for name in names])
-        for name, token in zip(names, draw(Logits(logits), names), strict=True):
+        self._computed_step = step, names, logits
+
+    def sample(self, draw: StepDraw) -> None:
+        computed, self._computed_step = self._computed_step, None
+        if self.breaks("sample") or computed is None:
+            raise Broken
+        step, names, logits = computed
+        for name, token in zip(names, draw(Logits(logits), names).tolist(), strict=True):
             kept = self._requests[name]
-            if kept.computed + counts[name] >= kept.prompt_tokens:
+            if kept.computed + step.counts[name] >= kept.prompt_tokens:
                 kept.tokens.append(token)
 
     def close(self) -> None:
@@ -156,7 +172,7 @@ def expected(prompt: list[int], count: int, adapter: str = "") -> list[int]:
     return tokens
 
 
-EVENTS = st.sampled_from(("", "before", "after", "pre"))
+EVENTS = st.sampled_from(("", "before", "after", "sample", "pre"))
 STEPS = st.lists(
     st.tuples(st.permutations(range(4)), st.integers(1, 4), st.integers(1, 40), EVENTS), max_size=24
 )
@@ -174,7 +190,7 @@ def test_any_order_of_steps(prompts: list[list[int]], steps: list[tuple[list[int
         if event == "pre":
             chosen[0].preempt(free)
         rows = [each.row(free, chunk) for each in chosen]
-        if event in ("before", "after"):
+        if event in ("before", "after", "sample"):
             runner.break_next = event
             with pytest.raises(Broken):
                 engine.step(rows)
@@ -229,6 +245,7 @@ def test_what_it_can() -> None:
     """Its blocks are copied and its answers keep to grammars; it attends to no other worker's keys."""
     engine, runner = make()
     assert isinstance(engine, CacheableEngine) and isinstance(engine, ConstrainedEngine)
+    assert isinstance(engine, OverlappingEngine)
     assert not isinstance(engine, AttendingEngine) and engine.records().record_bytes == 4 * BLOCK_TOKENS
     engine.close()
     assert runner.closed
@@ -250,6 +267,69 @@ def test_copied_blocks_are_as_good_as_computed_ones() -> None:
     for _ in range(4):
         decode(engine, [one], free)
     assert one.tokens == expected(list(range(22)), 8)
+
+
+def by_thread(
+    samplings: dict[str, Sampling], *, overlaps: bool, breaks: str = "", prompt: int = 6, **most: int
+) -> tuple[dict[str, list[int]], TokenRunner]:
+    """Answers of a worker's loop around the engine. `breaks`: at each fourth turn."""
+    engine, runner = make(**most)
+    engine.overlaps = overlaps
+    thread = Thread(engine)
+    thread.start(samplings, prompt=prompt)
+    for turn in range(60):
+        runner.break_next = breaks if turn % 4 == 3 else runner.break_next
+        thread.turn()
+    assert not thread.broken and set(thread.ends()) == set(samplings)
+    pool = thread.table.pool
+    assert pool.free_blocks + pool.evictable_blocks == BLOCKS
+    return {name: thread.tokens(name) for name in samplings}, runner
+
+
+def long(max_tokens: int = 24, **how: Any) -> Sampling:
+    return Sampling(seed=1, **{"max_tokens": max_tokens, "temperature": 0.0} | how)
+
+
+PLAIN, _ = by_thread({"a": long()}, overlaps=False)
+SAMPLINGS = {
+    "a": long(),
+    "ending": long(end_token_ids=tuple(range(8))),
+    "short": long(max_tokens=9),
+    "drawn": long(temperature=0.9, top_p=0.9),
+    "penalised": long(frequency_penalty=1.5, repetition_penalty=1.2),
+    "measured": long(top_logprobs=2),
+}
+
+
+@pytest.mark.parametrize("names", [tuple(SAMPLINGS), ("a", "short"), ("penalised",)])
+def test_steps_in_flight_change_no_answer_and_no_request(names: tuple[str, ...]) -> None:
+    """Tokens go to the next step in the runner: a request is told once, with its prompt."""
+    samplings = {name: SAMPLINGS[name] for name in names}
+    alone, _ = by_thread(samplings, overlaps=False)
+    answers, runner = by_thread(samplings, overlaps=True, max_step_tokens=64)
+    assert answers == alone and runner.new == len(names)
+    assert "penalised" not in names or answers["penalised"] != PLAIN["a"]
+
+
+def test_an_end_in_flight_is_computed_once_in_vain() -> None:
+    ends = {"a": long(end_token_ids=(PLAIN["a"][7],))}
+    answers, runner = by_thread(ends, overlaps=True)
+    assert answers["a"] == PLAIN["a"][: PLAIN["a"].index(PLAIN["a"][7]) + 1]
+    assert runner.continued == len(answers["a"])
+
+
+@pytest.mark.parametrize("breaks", ["before", "after", "sample"])
+def test_a_step_that_fails_in_flight_is_computed_again(breaks: str) -> None:
+    samplings = {name: SAMPLINGS[name] for name in ("a", "penalised", "short")}
+    alone, _ = by_thread(samplings, overlaps=False)
+    answers, runner = by_thread(samplings, overlaps=True, breaks=breaks)
+    assert answers == alone and runner.new > 2 * len(samplings)
+
+
+@pytest.mark.parametrize(("most", "requests"), [({"max_rows": 2}, 2), ({"max_step_tokens": 5}, 5)])
+def test_steps_in_parts_wait_for_the_tokens_before_them(most: dict[str, Any], requests: int) -> None:
+    answers, runner = by_thread(SAMPLINGS, overlaps=True, **most)
+    assert answers == by_thread(SAMPLINGS, overlaps=False)[0] and runner.most_requests == requests
 
 
 TEXT = list(range(40))
@@ -285,13 +365,12 @@ def test_sent_and_drawn_there() -> None:
     order = ["row-3", "chunk", "row-0", "row-4", "row-1", "row-2"]
     here = StepDraw(names, some_points(), some_masks())
     there: StepDraw = pickle.loads(pickle.dumps(here))
-    tokens = here(Logits(values.clone()), order)
-    assert there(Logits(values.clone()), order) == tokens
-    assert there.drawn == here.drawn
-    assert list(here.drawn) == names
-    assert here.noted("chunk") is None and tokens[1] == 0
-    assert here.noted("row-4") in (5, 6)
-    assert here.noted("row-0") == int(values[2].argmax())
+    tokens = here(Logits(values.clone()), order).tolist()
+    assert there(Logits(values.clone()), order).tolist() == tokens
+    assert here.chosen is not None and there.chosen is not None
+    assert there.chosen.answers() == here.chosen.answers()
+    assert here.chosen.tokens.tolist() == [tokens[order.index(name)] for name in names]
+    assert tokens[1] == 0 and tokens[3] in (5, 6) and tokens[2] == int(values[2].argmax())
 
 
 def test_rows_that_want_the_likeliest_alone_have_it_whatever_their_order() -> None:
@@ -303,14 +382,14 @@ def test_rows_that_want_the_likeliest_alone_have_it_whatever_their_order() -> No
     greedy = Sampling(seed=0, max_tokens=99, temperature=0.0)
     order = ["chunk", "b", "a", "c"]
     wanted = {name: SamplePoint(greedy, 0, 30, TEXT) for name in ("a", "b", "c")}
-    alone = StepDraw(list(wanted), list(wanted.values()), None)
-    tokens = alone(Logits(values.clone()), order)
-    assert tokens == [0, int(values[1].argmax()), 0, end]
-    assert alone.drawn["a"] is None
+    alone = StepDraw(list(wanted), list(wanted.values()))
+    tokens = alone(Logits(values.clone()), order).tolist()
+    assert (tokens[0], tokens[1], tokens[3]) == (0, int(values[1].argmax()), end)
+    assert 0 <= tokens[2] < VOCABULARY and alone.chosen is not None and alone.chosen.answers()[0] is None
     wanted["c"] = SamplePoint(goes_on, 0, 30, TEXT)
-    beside = StepDraw(list(wanted), list(wanted.values()), None)
-    assert beside(Logits(values.clone()), order)[:3] == tokens[:3]
-    assert beside.noted("c") not in (None, end)
+    beside = StepDraw(list(wanted), list(wanted.values()))
+    assert beside(Logits(values.clone()), order).tolist()[:2] == tokens[:2]
+    assert beside.chosen is not None and beside.chosen.answers()[2] not in (None, Sampled(end))
 
 
 LAYERS, KV_BLOCKS, HEADS, BLOCK_SIZE, CONTENT = 3, 5, 2, 4, 6
@@ -356,6 +435,13 @@ def test_devices_and_ranks_that_cannot_be() -> None:
         check_device("cpu", "cuda", 1)
     with pytest.raises(ConfigError, match=r"on a CPU only: set vllm\.tensor_parallel 1"):
         check_device("cuda", "cuda", 2)
+
+
+def test_a_quantised_checkpoint_is_not_computed_in_32_bits() -> None:
+    for kind, dtype in (("awq", torch.bfloat16), (None, torch.float32)):
+        check_quantised(SimpleNamespace(quantization=kind, dtype=dtype))
+    with pytest.raises(ConfigError, match=r"weights in awq with 16 bits: set worker\.dtype bfloat16"):
+        check_quantised(SimpleNamespace(quantization="awq", dtype=torch.float32))
 
 
 def test_a_model_of_several_tables_is_refused() -> None:
