@@ -49,8 +49,8 @@ def test_weights_in_fp8_are_refused_on_a_cpu(tmp_path: Path) -> None:
     """The wheel for CPUs lacks an operation that their loading needs."""
     make("qwen2", tmp_path / "fp8")
     pack(tmp_path / "fp8", "fp8")
-    argv = [PYTHON, "-m", "tests.vllm.generate", str(tmp_path / "fp8"), "1", "v1", "cpu", "bfloat16"]
-    done = ran(argv)
+    words = ("-m", "tests.vllm.generate", str(tmp_path / "fp8"), "1", "v1", "cpu", "bfloat16")
+    done = ran([PYTHON, *words])
     assert done.returncode != 0 and f"ConfigError: vLLM cannot serve {tmp_path / 'fp8'}: " in done.stderr
 
 
