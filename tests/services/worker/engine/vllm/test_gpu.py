@@ -25,4 +25,5 @@ def test_answers_are_those_of_vllm_alone(tmp_path: Path, runner: str) -> None:
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert found["engine"] == found["vllm"]
+    assert found["engine"] == found["again"] == found["vllm"]
+    assert found["in_flight"] == found["alone"]
