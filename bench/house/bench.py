@@ -46,7 +46,7 @@ Function = tuple[str, str]
 """(file, qualified name)"""
 
 
-_GENERATED = {ROOT / "docs" / "settings.md", ROOT / "docs" / "papers.md"}
+_GENERATED = {ROOT / "docs" / name for name in ("fields.md", "papers.md", "settings.md")}
 """Written by a command, not by a person."""
 
 
