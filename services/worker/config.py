@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
-from services.worker.adapters import largest_rank
 from services.worker.core.costs import find_cost
 from services.worker.core.settings import (
     VLLM_BLOCK_TOKENS,
@@ -19,6 +18,7 @@ from services.worker.core.settings import (
     VllmConfig,
 )
 from services.worker.cores import check_cores
+from services.worker.engine.adapters import largest_rank
 from services.worker.kv.core.eviction import order_maker
 from services.worker.kv_events import KvEventsConfig
 from services.worker.prerequisites import check_cuda, check_disk

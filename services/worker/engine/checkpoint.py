@@ -11,7 +11,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from services.worker.adapters import NO_ADAPTERS, adapter_config, folder_of
+from services.worker.engine.adapters import NO_ADAPTERS, adapter_config, folder_of
 from shared.gguf_files import WEIGHTS
 from shared.model_files import read_json, source_of
 from shared.tokenizer_files import model_folder

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from services.worker.adapters import folder_of, largest_rank
 from services.worker.core.settings import VllmConfig
+from services.worker.engine.adapters import folder_of, largest_rank
 from services.worker.engine.sampler import Chosen
 from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.requests import NULL_BLOCKS, StepRequests

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.adapters import largest_rank
+from services.worker.engine.adapters import largest_rank
 from services.worker.engine.checkpoint import checkpoint_digest
 from shared.errors import ConfigError
 from tests.stack.running import TINY_CHAT
