@@ -1,4 +1,4 @@
-"""What nats-server tells whoever connects, before authentication."""
+"""The greeting of a nats-server, which it sends before authentication."""
 
 import asyncio
 import json

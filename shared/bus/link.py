@@ -1,7 +1,6 @@
 """Connection to nats-server: opened within a deadline, then kept open indefinitely. nats-py reconnects by
 itself, but closes for good after some server errors (refused credentials, protocol errors). The link then
-dials again.
-"""
+dials again."""
 
 import asyncio
 import logging
@@ -419,7 +418,7 @@ class Link:
         """Close a connection that this link does not use any more, once what comes on it is handled."""
         client._disconnected_cb = client._closed_cb = _nothing
         client.options |= {"allow_reconnect": False, "drain_timeout": _LEAVES_S}
-        self._own(client.drain() if client.is_connected else client.close())
+        self._own(_ended(client))
 
     def _own(self, work: Awaitable[None]) -> asyncio.Task[None]:
         async def guarded() -> None:
@@ -458,6 +457,14 @@ class Link:
         if now_s - self._logged_at.get(key, -_LOG_EVERY_S) >= _LOG_EVERY_S:
             self._logged_at[key] = now_s
             _log.error(message, *values)
+
+
+async def _ended(client: FairClient) -> None:
+    try:
+        await (client.drain() if client.is_connected else client.close())
+    finally:
+        if client._transport is not None:  # cancelled, because the process ends
+            client._transport.close()  # type: ignore[no-untyped-call]
 
 
 async def _nothing() -> None:

@@ -160,7 +160,7 @@ class Checks:
         self._last_worker_epochs[process] = core._plans.epoch
 
     def _check_flights(self, process: Process, core: StepCore, flights: Iterable[_Flight]) -> None:
-        """What a step in flight writes to belongs to a sequence, or waits for the step."""
+        """Blocks that a step in flight writes to belong to a sequence, or wait for the step."""
         table = core._table
         tables = (*(held.blocks for held in table._held.values()), *table.in_flight.blocks)
         held = {block for blocks in tables for block in blocks}

@@ -148,7 +148,7 @@ PACKINGS: dict[str, tuple[Callable[[int, int], dict[str, torch.Tensor]], dict[st
     "w8a8": (_w8a8, _compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}, _BY_TOKEN)),
     "fp8": (_fp8, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
 }
-"""What has the weights of a matrix `[out, width]`, and the entry in the model's configuration."""
+"""By kind: a function that makes a matrix `[out, width]`, and the entry in the model's configuration."""
 
 
 def pack(folder: Path, kind: str) -> None:
