@@ -394,7 +394,8 @@ class Link:
             self._choice.look_around(client)
 
     async def _move(self, former: FairClient, url: str) -> None:
-        """Connect to this server, and leave the former one once the new connection has all subscriptions."""
+        """Connect to this server, and leave the former one once the new connection has all subscriptions.
+        Meanwhile messages may come twice, as over a bus that repeats them."""
         _log.warning("moving from the NATS server at %s to the one at %s", self.url, url)
         try:
             client = await self._dial(url)

