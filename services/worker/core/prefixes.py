@@ -90,10 +90,9 @@ class Prefixes:
             return
         sequence.awaited = hit.awaited
         self._take(sequence, hit)
-        sequence.promised_tokens = (first + hit.known_blocks + hit.ahead) * size
-        self._hits.append(
-            PrefixHit(ref=sequence.ref, cached_tokens=sequence.promised_tokens, blocks=hit.loaded)
-        )
+        known_tokens = (first + hit.known_blocks + hit.ahead) * size
+        sequence.promised_tokens = max(sequence.promised_tokens, known_tokens)
+        self._hits.append(PrefixHit(ref=sequence.ref, cached_tokens=known_tokens, blocks=hit.loaded))
 
     def collect(self, sequence: HeldSequence) -> None:
         """End a sequence's wait: it holds the blocks that arrived, and computes the rest."""

@@ -93,7 +93,8 @@ class HeldSequence:
     postponed: PrefillChunk | None = None
     """Work that plans count as computed but that had to wait for stored blocks."""
     promised_tokens: int = 0
-    """A chunk may begin up to here, since the scheduler knows that everything before it is stored."""
+    """A chunk may begin up to here, since the scheduler was told that everything before it is stored. If some
+    of it is gone by then, the chunk computes that, too."""
     cached_tokens: int = 0
     """Number of prompt tokens that came from the cache before this attempt's first token."""
     sampled: bool = False

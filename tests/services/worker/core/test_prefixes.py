@@ -256,6 +256,22 @@ def test_a_chunk_after_a_promise_that_was_broken_is_computed_from_where_it_stand
     assert rig.table.prepare(prefill(ref("x"), 25, 25), held) is SkipReason.MISALIGNED
 
 
+def test_a_chunk_planned_by_an_earlier_promise_is_computed_after_a_smaller_one(rig: PrefixRig) -> None:
+    """It was refused time and again, until the scheduler gave the request up."""
+    prompt = prompt_of([0, 1, 2], 4)
+    rig.serve([prompt])
+    rig.core.on_plan(plan(100, starts=(spec(ref("x"), prompt),), prefills=(prefill(ref("x"), 0, 8),)), 0.0)
+    assert rig.core.begin_step(0.0)[0] is None
+    held = rig.table.find(ref("x"))
+    assert held is not None and held.promised_tokens == 24 and rig.store is not None
+    rig.store.cache.release(rig.store.cache.allocate(DEVICE_BLOCKS - 3))
+    work = computed(rig, plan(101, prefills=(prefill(ref("x"), 8, 20),)))
+    assert [(item.first_token, item.end_token) for item in work.items] == [(12, 20)]
+    assert [hit.cached_tokens for hit in work.hits] == [12], "the others are gone"
+    prepared = rig.table.prepare(prefill(ref("x"), 24, 28), held)
+    assert isinstance(prepared, WorkItem) and (prepared.first_token, prepared.end_token) == (20, 28)
+
+
 def test_a_disk_tier_of_another_configuration_is_not_served(tmp_path: Path) -> None:
     """A worker started anew after `rope_theta` was edited, with the weights as they were."""
 
