@@ -121,6 +121,8 @@ def deadline_of(header: str | None, default_s: float | None, longest_s: float, b
 
 ALONE_AFTER, REFUSED_AFTER = 2, 3
 """Number of workers' deaths after which a request runs alone, and after which it fails."""
+SILENT_DEATH = 0.5
+"""What a worker counts that is only silent: that may be the network's fault."""
 _logger = log.get_logger("gateway.exchange")
 
 
@@ -133,7 +135,7 @@ class OpenChoice:
     sampling: Sampling
     exchange: "Exchange"
     heard_s: float = 0.0
-    deaths: int = 0
+    deaths: float = 0.0
     """Number of workers that died while they ran it."""
     shard: int | None = None
     """Shard to which it is submitted; None: not chosen yet."""

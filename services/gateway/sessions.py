@@ -16,6 +16,7 @@ from services.gateway.exchange import (
     NO_LEGACY,
     NONE,
     REFUSED_AFTER,
+    SILENT_DEATH,
     Deadline,
     Dispatch,
     Exchange,
@@ -305,7 +306,7 @@ class Sessions:
         """Hand over the sequences of a worker that the scheduler declared lost."""
         worker = (event.worker_id, event.incarnation)
         self.workers.on_lost(worker)
-        self.lose(worker, {ref.key: ref.attempt for ref in event.refs})
+        self.lose(worker, {ref.key: ref.attempt for ref in event.refs}, is_dead=event.is_dead)
 
     def on_given_up(self, event: SequencesGivenUp) -> None:
         """Resubmit attempts that the scheduler gave up, so that it refuses them with a reason."""
@@ -330,13 +331,14 @@ class Sessions:
     def on_verdict(self, event: StackVerdict) -> None:
         self.stack.on_verdict(event, self.now_s())
 
-    def lose(self, worker: Start, attempts: Mapping[SequenceKey, int]) -> None:
-        """Hand over the sequences of a worker's run; `attempts` lists those its scheduler had sent it."""
+    def lose(self, worker: Start, attempts: Mapping[SequenceKey, int], *, is_dead: bool = True) -> None:
+        """Hand over the sequences of a worker's run; `attempts` lists those its scheduler had sent it.
+        `is_dead`: see `WorkerLost`."""
         handed_over = 0
         for key, sequence in list(self._open.items()):
             effects = sequence.stream.on_worker_lost(worker, attempts.get(key), self.now_s())
             handed_over += bool(effects)
-            sequence.deaths += bool(effects)
+            sequence.deaths += bool(effects) * (1.0 if is_dead else SILENT_DEATH)
             if effects and sequence.deaths >= REFUSED_AFTER:
                 self.counters.killers.inc()
                 self.refuse([sequence.fingerprint], is_own=True)
@@ -356,7 +358,7 @@ class Sessions:
         """Advance every timeout. Call about ten times a second."""
         now_s = self.now_s()
         for worker in self.workers.on_tick(now_s):
-            self.lose(worker, {})
+            self.lose(worker, {}, is_dead=False)
         for sequence in list(self._open.values()):
             if effects := sequence.stream.on_tick(now_s):
                 self.apply(sequence, effects)

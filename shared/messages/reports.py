@@ -301,6 +301,8 @@ class WorkerLost(Message, frozen=True, kw_only=True):
     worker_id: Id
     incarnation: Number
     refs: tuple[SequenceRef, ...]
+    is_dead: bool = True
+    """False where only its silence says so, or its process is there and is refused."""
 
 
 class SequencesGivenUp(Message, frozen=True, kw_only=True):

@@ -346,7 +346,9 @@ class Fleet:
         pipeline.refuse(error)
         self.roster.known_summary = None
         held = [listed.ref for listed in pipeline.report.sequences if listed.state is not SequenceState.ENDED]
-        lost = WorkerLost(worker_id=pipeline.worker_id, incarnation=pipeline.incarnation, refs=tuple(held))
+        lost = WorkerLost(
+            worker_id=pipeline.worker_id, incarnation=pipeline.incarnation, refs=tuple(held), is_dead=False
+        )
         return [RefuseWorker(pipeline.worker_id, error), *([PublishWorkerLost(lost)] if held else [])]
 
     def on_tick(self, now_s: float) -> list[Effect]:
@@ -356,7 +358,7 @@ class Fleet:
             hung = pipeline.sync is Sync.ASKED and now_s - pipeline.asked_s > self._rules.snapshot_patience_s
             if hung or pipeline.worker_id in silent:
                 self._liveness.forget(pipeline.worker_id)
-                effects += self.lose(pipeline, now_s)
+                effects += self.lose(pipeline, now_s, is_dead=False)
                 continue
             trouble = pipeline.on_tick(now_s)
             if trouble is not None:
@@ -390,8 +392,8 @@ class Fleet:
         if pipeline is not None and pipeline.sync is Sync.ASKED:
             pipeline.ask_again_s = now_s + self._rules.snapshot_retry_s
 
-    def lose(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
-        """Remove a worker that is presumed gone. Gateways resubmit what it held."""
+    def lose(self, pipeline: WorkerPipeline, now_s: float, *, is_dead: bool = True) -> list[Effect]:
+        """Remove a worker that is presumed gone; `is_dead`: see `WorkerLost`. Gateways resubmit what it held."""
         self.roster.lose(pipeline, now_s)
         self.broken.pop(pipeline.worker_id, None)
         effects: list[Effect] = []
@@ -405,7 +407,9 @@ class Fleet:
         for key, (_, worker_id) in self.roster.ended.items():
             if worker_id == pipeline.worker_id:
                 self.roster.ended.pop(key)
-        lost = WorkerLost(worker_id=pipeline.worker_id, incarnation=pipeline.incarnation, refs=tuple(refs))
+        lost = WorkerLost(
+            worker_id=pipeline.worker_id, incarnation=pipeline.incarnation, refs=tuple(refs), is_dead=is_dead
+        )
         return [*effects, PublishWorkerLost(lost)]
 
     def _resync(self, pipeline: WorkerPipeline, trouble: Trouble, now_s: float) -> list[Effect]:

@@ -24,7 +24,7 @@ from shared import spans, subjects
 from shared.bus import Bus, Endpoint, Listener, tracing
 from shared.errors import InternalError, Overloaded, UnavailableError, WorkerKilled
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
-from shared.messages.reports import SchedulerAnnounced, SequenceFinished
+from shared.messages.reports import SchedulerAnnounced, SequenceFinished, WorkerLost
 from shared.messages.sequence import FinishReason, Sampling, pack_tokens, proof_of
 from shared.messages.tokens import AcknowledgeEnds, TokenDelta, TokenFrame
 from tests.nats_server import NatsServer
@@ -190,6 +190,17 @@ async def test_a_request_that_kills_its_workers_runs_alone_and_then_fails(
     assert list(desk.refused.values()) == [True, False] and desk.active == 1
     clock[0] += 601.0
     assert desk.refused == {} and desk.open(job(), "later").failure is None
+
+
+async def test_workers_that_fall_silent_count_half(desk: Sessions) -> None:
+    """Where the network broke twice after a death, a harmless request failed."""
+    asked = desk.open(job(), "asked")
+    for number, is_dead in enumerate((True, False, True, False), start=1):
+        assert asked.failure is None
+        desk.on_frame(said(asked, 0, tuple(range(number))))
+        lost = WorkerLost(worker_id=W[0], incarnation=W[1], refs=(), is_dead=is_dead)
+        desk.on_worker_lost(lost)
+    assert isinstance(asked.failure, WorkerKilled)
 
 
 async def test_no_request_outlasts_schedulers_for_ever(desk: Sessions) -> None:
