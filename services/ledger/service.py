@@ -81,7 +81,12 @@ HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.LEDGER_OFFERED, CreditorOffered, "on_offered"),
     Listener(subjects.LEDGER_ANNOUNCED, LedgerAnnounced, "on_announced"),
     Endpoint(
-        subjects.ANY_LEDGER_CANDIDATES, FindCreditors, "find_creditors", concurrency=1, sender="debtor_id"
+        subjects.ANY_LEDGER_CANDIDATES,
+        FindCreditors,
+        "find_creditors",
+        concurrency=1,
+        queue="ledgers",
+        sender="debtor_id",
     ),
     *status_handlers("ledger"),
 )

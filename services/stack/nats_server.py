@@ -86,11 +86,14 @@ class ServerCluster:
 
     def text(self, access: BusAccess, at: int) -> str:
         """Return the configuration of server `at`. A server that hangs loses its routes within 0.75 s, sooner
-        than its clients give it up, so that requests do not go to where these were."""
+        than its clients give it up, so that requests do not go to where these were. A client whose machine
+        is gone leaves its queue groups within 15 s."""
         others = [route for route in self.routes if route != self.routes[at]]
         routes = json.dumps([f"nats://route:p{self.password}@{route}" for route in others])
         return f"""\
 client_advertise: "{access.places[at]}"
+ping_interval: "5s"
+ping_max: 2
 cluster {{
   name: "kvasir"
   listen: "{self.routes[at]}"

@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.micro.request import ERROR_CODE_HEADER, ERROR_HEADER, Request
 from nats.micro.service import Endpoint as MicroEndpoint
-from nats.micro.service import Service
+from nats.micro.service import EndpointConfig, Service
 
 from shared.bus import tracing
 from shared.bus.counters import BusCounters
@@ -74,8 +74,9 @@ class Endpoint:
     sender: str | None = None
     """Request field that names the sender (`spec.gateway_id`). It must equal the end of the subject, which
     NATS has checked."""
-    is_gathered: bool = False
-    """True if every instance replies, instead of one of the service."""
+    queue: str | None = None
+    """As in `Listener`. Not for what one instance serves: while a server does not know that a connection is
+    dead, the queue group would give it requests that the same process's new connection should get."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def subject_for(subject: Subject, instance: str) -> str:
 def status_handlers(service: str) -> tuple[Handler, ...]:
     """Handlers for `async def status(self, _: Empty)`: queried by the operator and by the own health
     check."""
-    every = Endpoint(status(service), Empty, "status", concurrency=4, pending_limit=64, is_gathered=True)
+    every = Endpoint(status(service), Empty, "status", concurrency=4, pending_limit=64)
     return (every, Endpoint(partial(instance_status, service), Empty, "status"))
 
 
@@ -272,13 +273,7 @@ class ServedEndpoint:
     """An `Endpoint` on one connection, as a NATS micro endpoint."""
 
     def __init__(
-        self,
-        spec: Endpoint,
-        target: object,
-        instance: str,
-        incarnation: int,
-        counters: BusCounters,
-        link: Link,
+        self, spec: Endpoint, target: object, instance: str, counters: BusCounters, link: Link
     ) -> None:
         self.spec = spec
         self.target = target
@@ -287,7 +282,6 @@ class ServedEndpoint:
         if not inspect.iscoroutinefunction(self._handle):
             raise TypeError(f"{spec.method} serves {self.subject}, so it must be an async def")
         self._check_sender = sender_check(spec.sender)
-        self._group = f"{instance}-{incarnation}" if spec.is_gathered else None
         self._counters = counters
         self._link = link
         self._received = counters.received(spec.request)
@@ -299,15 +293,15 @@ class ServedEndpoint:
 
     async def start(self, _client: Client, service: Service | None) -> None:
         assert service is not None
-        await service.add_endpoint(
-            name=self.spec.method,
-            handler=self._on_request,
-            subject=self.subject,
-            queue_group=self._group,
-            metadata={"request": self.spec.request.__name__},
+        about = {"request": self.spec.request.__name__}
+        endpoint = MicroEndpoint(
+            service, EndpointConfig(self.spec.method, self._on_request, subject=self.subject, metadata=about)
         )
-        self._service, self._endpoint = service, service._endpoints[-1]
-        subscription = self._endpoint._subscription
+        endpoint._queue_group = self.spec.queue or ""  # nats-py has no endpoints outside of queue groups
+        await endpoint._start()
+        service._endpoints.append(endpoint)
+        self._service, self._endpoint = service, endpoint
+        subscription = endpoint._subscription
         if subscription is not None:
             handle_inline(subscription, self._on_inline)
 

@@ -304,7 +304,7 @@ async def test_the_operator_discovers_services(access: BusAccess, connect_user: 
 
     for service in subjects.SERVICES:
         bus = await connect_user(f"{service}-0")
-        await bus.attach([Endpoint(subjects.status(service), Empty, "status", is_gathered=True)], Desk())
+        await bus.attach([Endpoint(subjects.status(service), Empty, "status")], Desk())
     errors: list[str] = []
     operator, found = await raw(access, OPERATOR, errors), set[str]()
 

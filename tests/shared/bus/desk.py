@@ -92,7 +92,7 @@ class Desk:
 
 
 ASK_ENDPOINT = Endpoint(ASK, Question, "ask", concurrency=4, pending_limit=3)
-CENSUS_GATHERABLE = Endpoint(CENSUS, Question, "census", is_gathered=True)
+CENSUS_GATHERABLE = Endpoint(CENSUS, Question, "census")
 NOTE_LISTENER = Listener(NOTED, Note, "note")
 FILE_LISTENER = Listener(FILED, Note, "file", pending_limit=50)
 HANDLERS = (ASK_ENDPOINT, CENSUS_GATHERABLE, NOTE_LISTENER, FILE_LISTENER)

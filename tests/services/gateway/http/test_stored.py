@@ -138,14 +138,21 @@ async def test_what_cannot_be_in_the_background(keeping: Stack, fields: dict[str
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
-async def test_what_cannot_be_cancelled(keeping: Stack, stack: Stack) -> None:
+async def test_what_cannot_be_cancelled(keeping: Stack) -> None:
     name = (await keeping.http.post("/v1/responses", json=BODY)).json()["id"]
     reply = await keeping.http.post(f"/v1/responses/{name}/cancel")
     assert reply.status_code == 400 and "background: true" in reply.json()["error"]["message"]
-    for asked in (keeping, stack):
-        for path in ("resp_none/cancel", "resp_none/input_items"):
-            method = "POST" if path.endswith("cancel") else "GET"
-            assert (await asked.http.request(method, f"/v1/responses/{path}")).status_code == 404
+    await check_unknown(keeping)
+
+
+async def check_unknown(asked: Stack) -> None:
+    for path in ("resp_none/cancel", "resp_none/input_items"):
+        method = "POST" if path.endswith("cancel") else "GET"
+        assert (await asked.http.request(method, f"/v1/responses/{path}")).status_code == 404
+
+
+async def test_a_gateway_that_keeps_nothing_knows_no_response(stack: Stack) -> None:
+    await check_unknown(stack)
     reply = await stack.http.post("/v1/responses", json={**BODY, "background": True})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "background")
 
