@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -139,7 +140,7 @@ class Bus:
         prefix = inbox_prefix(config.user or instance)
         self.departures = Departures()
         """Other instances that left; empty until `watch_departures`."""
-        name = connection_name(instance, self.incarnation)
+        name = partial(connection_name, instance, self.incarnation)
         self._link = Link(config, name=name, inbox_prefix=prefix, counters=self._counters)
         self._clearance = Clearance(self._link)
         self._inbox = Inbox(prefix)
@@ -329,7 +330,7 @@ class Bus:
     def _bind(self, handler: Handler, target: object) -> ServedEndpoint | ServedListener:
         if isinstance(handler, Listener):
             return ServedListener(handler, target, self.instance, self._counters, self._link)
-        return ServedEndpoint(handler, target, self.instance, self.incarnation, self._counters, self._link)
+        return ServedEndpoint(handler, target, self.instance, self._counters, self._link)
 
     async def _start(self, served: ServedEndpoint | ServedListener) -> None:
         client = self._link.client

@@ -2,17 +2,18 @@
 
 The server announces every connection's begin and end (`$SYS.ACCOUNT.….CONNECT`, `DISCONNECT`). The stack's
 configuration maps both to `evt.bus.…`, in a cluster those of all servers. A bus names its main connection
-after instance and incarnation. The run is gone when its latest connection ends and none returns within
+after instance and incarnation, and numbers it: a server may tell the end of one long after the next began
+elsewhere, and servers' clocks differ. The run is gone when its latest connection ends and none returns within
 `GRACE_S`; live processes reconnect sooner. A server that dies announces nothing: its clients connect to
 another one, or are missed by their heartbeats.
-If the run has a known TCP port, a refused connection there proves its end at once. Frozen processes and
-servers without announcements are left to heartbeat timeouts. A wrong verdict costs a resubmission.
+If the run has a known TCP port, a refused connection there proves its end at once, and one that is accepted
+proves that it goes on, maybe at a server from which nothing is heard. Frozen processes and servers without
+announcements are left to heartbeat timeouts. A wrong verdict costs a resubmission.
 """
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 import msgspec
 
@@ -33,32 +34,26 @@ OnGone = Callable[[str, int], None]
 """Called with the instance and incarnation that left."""
 
 
-def connection_name(instance: str, incarnation: int) -> str:
-    """Return the name of a bus's main connection; other connections of the process are named differently."""
-    return f"{subjects.checked_id(instance)}/{incarnation}"
+def connection_name(instance: str, incarnation: int, number: int = 1) -> str:
+    """Return the name of a bus's main connection, the run's `number`th; other connections of the process are
+    named differently."""
+    return f"{subjects.checked_id(instance)}/{incarnation}/{number}"
 
 
-class BusClient(msgspec.Struct, frozen=True, rename={"since": "start"}):
+class BusClient(msgspec.Struct, frozen=True):
     """A connection, as described by nats-server."""
 
     user: str = ""
     name: str = ""
-    since: datetime = datetime.min.replace(tzinfo=UTC)
-    """Its begin, by the clock of its server."""
 
     @property
-    def start(self) -> Start | None:
-        """Run that owns the connection, or None if it is not a main connection."""
-        instance, separator, incarnation = self.name.rpartition("/")
-        if (
-            not instance
-            or not separator
-            or instance != self.user
-            or not incarnation.isdecimal()
-            or len(incarnation) > _MOST_DIGITS
-        ):
+    def connection(self) -> tuple[Start, int] | None:
+        """Run that owns the connection, and its number there; None if it is not a main connection."""
+        instance, *numbers = self.name.split("/")
+        is_main = instance == self.user != "" and len(numbers) == 2
+        if not is_main or not all(each.isdecimal() and len(each) <= _MOST_DIGITS for each in numbers):
             return None
-        return instance, int(incarnation)
+        return (instance, int(numbers[0])), int(numbers[1])
 
 
 class BusAdvisory(msgspec.Struct, frozen=True):
@@ -76,12 +71,14 @@ class Departures:
     )
 
     def __init__(self) -> None:
-        self._connected: OrderedDict[Start, datetime] = OrderedDict()
-        """Begin of the latest connection of each known run."""
+        self._latest: OrderedDict[Start, int] = OrderedDict()
+        """Number of the latest connection of each known run."""
         self._leaving: dict[Start, asyncio.TimerHandle] = {}
         self._doors: OrderedDict[str, tuple[int, str]] = OrderedDict()
         """Incarnation and TCP address by instance."""
         self._knocking: set[asyncio.Task[None]] = set()
+        self._open: set[Start] = set()
+        """Leaving runs whose port accepted the latest connection."""
         self._gone: OrderedDict[Start, None] = OrderedDict()
         self._watchers: list[OnGone] = []
 
@@ -101,24 +98,24 @@ class Departures:
         return (instance, incarnation) in self._gone
 
     def on_connected(self, event: BusAdvisory) -> None:
-        start = event.client.start
-        if start is None:
+        if event.client.connection is None:
             return
-        self._connected[start] = max(event.client.since, self._connected.get(start, event.client.since))
-        self._connected.move_to_end(start)
-        if len(self._connected) > _MOST_KNOWN:
-            self._connected.popitem(last=False)
+        start, number = event.client.connection
+        self._latest[start] = max(number, self._latest.get(start, number))
+        self._latest.move_to_end(start)
+        if len(self._latest) > _MOST_KNOWN:
+            self._latest.popitem(last=False)
         self._gone.pop(start, None)
         if (leaving := self._leaving.pop(start, None)) is not None:
             leaving.cancel()
 
     def on_disconnected(self, event: BusAdvisory) -> None:
-        start = event.client.start
-        if start is None or event.client.since < self._connected.get(start, event.client.since):
+        if event.client.connection is None:
             return
-        if start in self._leaving or len(self._leaving) >= _MOST_KNOWN:
+        start, number = event.client.connection
+        is_former = number < self._latest.get(start, number)
+        if is_former or start in self._leaving or len(self._leaving) >= _MOST_KNOWN:
             return
-        self._connected.pop(start, None)
         self._leaving[start] = asyncio.get_running_loop().call_later(GRACE_S, self._on_left, start)
         instance, incarnation = start
         listening, address = self._doors.get(instance, (0, ""))
@@ -141,16 +138,21 @@ class Departures:
         self._leaving.clear()
 
     async def _knock(self, start: Start, host: str, port: int) -> None:
-        """Dial until the port refuses a connection, which proves that the run has ended."""
+        """Dial until the port refuses a connection, which proves that the run has ended, or time is up."""
         while start in self._leaving:
-            if not await _refuses(host, port):
-                await asyncio.sleep(_KNOCK_AGAIN_S)
-            elif (leaving := self._leaving.get(start)) is not None:
+            is_refused = await _refuses(host, port)
+            leaving = self._leaving.get(start)
+            (self._open.add if is_refused is False else self._open.discard)(start)
+            if is_refused and leaving is not None:
                 leaving.cancel()
                 self._on_left(start)
+            await asyncio.sleep(_KNOCK_AGAIN_S)
+        self._open.discard(start)
 
     def _on_left(self, start: Start) -> None:
         del self._leaving[start]
+        if start in self._open:
+            return
         self._gone[start] = None
         if len(self._gone) > _MOST_KNOWN:
             self._gone.popitem(last=False)
@@ -159,14 +161,15 @@ class Departures:
             on_gone(*start)
 
 
-async def _refuses(host: str, port: int) -> bool:
-    """Return True if the machine refuses connections to that port."""
+async def _refuses(host: str, port: int) -> bool | None:
+    """Return True if the machine refuses connections to that port, False if it accepts one, None if it does
+    not answer."""
     try:
         async with asyncio.timeout(GRACE_S):
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         return True
     except (OSError, TimeoutError):
-        return False
+        return None
     writer.close()
     return False

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import nats.errors
@@ -162,9 +163,12 @@ Hook = Callable[[], Awaitable[None]]
 class Link:
     """Connection of one process. `on_open` subscribes everything on a new client; other hooks only inform."""
 
-    def __init__(self, config: BusConfig, name: str, inbox_prefix: str, counters: BusCounters) -> None:
+    def __init__(
+        self, config: BusConfig, name: Callable[[int], str], inbox_prefix: str, counters: BusCounters
+    ) -> None:
+        """`name` returns the name of the nth connection."""
         self._config = config
-        self._name = name
+        self._name, self._numbers = name, count(1)
         self._inbox_prefix = inbox_prefix
         self._tls = tls_options(config)
         self._counters = counters
@@ -312,7 +316,7 @@ class Link:
     def _options(self, client: Client) -> dict[str, Any]:
         config = self._config
         return {
-            "name": self._name,
+            "name": self._name(next(self._numbers)),
             "inbox_prefix": self._inbox_prefix,
             "user": config.user,
             "password": config.password.get_secret_value() if config.password else None,
@@ -321,7 +325,7 @@ class Link:
             "disconnected_cb": self._on_disconnected,
             "reconnected_cb": self._on_reconnected,
             "closed_cb": self._on_closed,
-            "reconnect_to_server_handler": partial(next_attempt, client),
+            "reconnect_to_server_handler": partial(self._next_attempt, client),
             "connect_timeout": 2,
             "reconnect_time_wait": 0.2,
             "dont_randomize": True,
@@ -331,6 +335,10 @@ class Link:
             "pending_size": config.outbound_buffer_bytes,
             "flush_timeout": 2.0,
         }
+
+    def _next_attempt(self, client: Client, servers: list[Any], info: dict[str, Any]) -> tuple[Any, float]:
+        client.options["name"] = self._name(next(self._numbers))
+        return next_attempt(client, servers, info)
 
     def _mark(self, *, up: bool) -> None:
         self._account.at("connected" if up else "away from NATS", None)

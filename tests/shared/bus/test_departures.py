@@ -6,7 +6,6 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -42,9 +41,9 @@ class Heard:
         self.is_told.set()
 
 
-def event(number: int, name: str = "worker-0/7", user: str = "worker-0", server: str = "A") -> BusAdvisory:
-    """Of a connection: the higher its number, and the later its server's letter, the later it began."""
-    return BusAdvisory(BusClient(user, name, datetime(2026, 1, ord(server) - 64, 0, number, tzinfo=UTC)))
+def event(number: int, run: str = "worker-0/7", user: str = "worker-0") -> BusAdvisory:
+    """Of the run's connection of this number."""
+    return BusAdvisory(BusClient(user, f"{run}/{number}"))
 
 
 @contextlib.asynccontextmanager
@@ -88,6 +87,21 @@ async def test_nobody_waits_for_one_whose_port_refuses(
         process.kill()
         await heard.is_told.wait()
         assert heard.gone == [("worker-0", incarnation)]
+
+
+async def test_one_whose_port_takes_connections_has_not_left() -> None:
+    """It may be at another server, and the word of that lost."""
+    departures, heard = Departures(), Heard()
+    departures.watch(heard)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        departures.on_listening("worker-0", 7, f"127.0.0.1:{door.getsockname()[1]}")
+        departures.on_disconnected(event(1))
+        await asyncio.sleep(3 * GRACE_S)
+        assert heard.gone == [] and not departures.is_gone("worker-0", 7)
+        departures.on_disconnected(event(1))
+    async with asyncio.timeout(PATIENCE_S):
+        await heard.is_told.wait()
+    assert heard.gone == [("worker-0", 7)]
 
 
 async def test_one_whose_port_takes_connections_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +177,29 @@ async def test_connections_of_a_server_that_was_killed_are_over() -> None:
     """It tells nobody of them. Keeps deaths from being known by silence only, once it was started again."""
     departures, heard = Departures(), Heard()
     departures.watch(heard)
-    departures.on_connected(event(5, server="A"))
-    departures.on_connected(event(5, "worker-1/8", "worker-1", server="A"))
-    departures.on_connected(event(3, server="B"))
-    departures.on_disconnected(event(3, server="B"))
-    departures.on_disconnected(event(4, "worker-1/8", "worker-1", server="B"))
+    departures.on_connected(event(1))
+    departures.on_connected(event(1, "worker-1/8", "worker-1"))
+    departures.on_connected(event(2))
+    departures.on_disconnected(event(2))
+    departures.on_disconnected(event(2, "worker-1/8", "worker-1"))
     await asyncio.sleep(2 * GRACE_S)
     assert heard.gone == [("worker-0", 7), ("worker-1", 8)]
+
+
+async def test_who_is_back_has_not_left_when_a_server_misses_a_former_connection() -> None:
+    departures, heard = Departures(), Heard()
+    departures.watch(heard)
+    departures.on_connected(event(1))
+    departures.on_connected(event(2))
+    departures.on_disconnected(event(1))
+    await asyncio.sleep(2 * GRACE_S)
+    assert heard.gone == [] and not departures.is_gone("worker-0", 7)
+    departures.forget()
+    departures.on_disconnected(event(2))
+    async with asyncio.timeout(PATIENCE_S):
+        await heard.is_told.wait()
+    departures.forget()
+    assert not departures.is_gone("worker-0", 7), "servers met: it may have gone on where nothing was heard"
 
 
 async def test_a_connection_that_is_nobodys_says_nothing() -> None:
@@ -178,13 +208,14 @@ async def test_a_connection_that_is_nobodys_says_nothing() -> None:
     departures.watch(heard)
     for name, user in [
         ("worker-0", "worker-0"),
-        ("worker-0/7", "worker-1"),
-        ("worker-0/x", "worker-0"),
-        ("worker-0/" + "9" * 40, "worker-0"),
+        ("worker-0/7", "worker-0"),
+        ("worker-0/7/1", "worker-1"),
+        ("worker-0/x/1", "worker-0"),
+        ("worker-0/" + "9" * 40 + "/1", "worker-0"),
         ("", "worker-0"),
-        ("/7", ""),
+        ("/7/1", ""),
     ]:
-        departures.on_disconnected(event(1, name, user))
+        departures.on_disconnected(BusAdvisory(BusClient(user, name)))
     await asyncio.sleep(2 * GRACE_S)
     assert heard.gone == []
 

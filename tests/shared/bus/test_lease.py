@@ -74,7 +74,7 @@ async def test_a_restart_of_the_same_instance_waits_for_nothing(connect_bus: Con
 async def test_the_role_of_who_has_left_the_bus_is_free(connect_bus: ConnectBus) -> None:
     first, second = [await connect_bus("scheduler", f"scheduler-{index}") for index in (0, 1)]
     lease = await acquired(first)
-    second.departures.on_disconnected(BusAdvisory(BusClient(first.instance, f"{first.instance}/1")))
+    second.departures.on_disconnected(BusAdvisory(BusClient(first.instance, f"{first.instance}/1/1")))
     client = BusClient(first.instance, connection_name(first.instance, first.incarnation))
     waiting = asyncio.create_task(acquired(second, ttl_s=3600))
     await asyncio.sleep(3 * GRACE_S)

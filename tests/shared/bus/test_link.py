@@ -27,6 +27,7 @@ from tests.nats_server import NatsServer
 from tests.patience import PATIENCE_S, until
 from tests.shared.bus.desk import (
     ASK,
+    ASK_ENDPOINT,
     FILE_LISTENER,
     FILED,
     HANDLERS,
@@ -73,6 +74,24 @@ async def test_an_attempt_whose_cancellation_is_swallowed_ends_all_the_same(
         connecting.cancel()
         await asyncio.sleep(0)
     await until(lambda: asyncio.all_tasks() <= before)
+
+
+async def test_requests_are_answered_while_the_server_takes_a_lost_connection_for_alive(
+    connect_bus: ConnectBus,
+) -> None:
+    """A process that lost its server without a word connects anew. The server notices minutes later."""
+    former, present = await connect_bus("desk", "desk-0"), await connect_bus("desk", "desk-0")
+    for bus in (former, present):
+        await bus.attach([ASK_ENDPOINT], Desk())
+    transport: Any = former._link.client._transport
+    transport._io_writer.transport.pause_reading()
+    try:
+        caller = await connect_bus()
+        for number in range(12):
+            asked = caller.request(ASK, Question(number=number), Answer, deadline_s=PATIENCE_S / 4)
+            assert (await asked).number == number
+    finally:
+        transport._io_writer.transport.resume_reading()
 
 
 async def test_a_server_that_comes_up_late_is_waited_for(make_server: MakeServer) -> None:
