@@ -53,7 +53,7 @@ class Sockets:
         listening.offer(theirs)
         return ours
 
-    async def refuses(self, host: str, port: int) -> bool:
+    async def refuses(self, host: str, port: int) -> bool | None:
         """As a process hears that tries a connection and lets go of it. Who is cut off is not heard of."""
         own = strand().process
         await asyncio.sleep(self._world.random.uniform(*_LATENCY_S))
@@ -61,7 +61,8 @@ class Sockets:
         if listening is None:
             return True
         reached_s: float = self._world.bus.apart_until_s(own.name, listening.process.name)
-        return reached_s <= self._world.now_s and not (listening.is_open and listening.process.alive)
+        is_reached = reached_s <= self._world.now_s
+        return not (listening.is_open and listening.process.alive) if is_reached else None
 
     def _pause(self, me: Strand) -> None:
         me.wait(self._world.random.uniform(*_LATENCY_S))

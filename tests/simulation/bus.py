@@ -10,7 +10,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from hashlib import blake2b
 from itertools import combinations, count
@@ -19,12 +18,13 @@ from typing import Any
 import nats.js.errors
 
 from shared import subjects
-from tests.simulation.wires import Connection, Route
-from tests.simulation.world import BEGAN_S, UNIX_S, World
+from tests.simulation.wires import Connection, DeadEnd, Route
+from tests.simulation.world import World
 
 _DELAYS_S = (0.0001, 0.0002, 0.0005, 0.002)
 _ELECTION_S = (4.0, 9.0)
 _CONSENT_S = 0.05
+_PINGS_S = (10.0, 15.0)
 MOST_PAYLOAD_BYTES = 1 << 20
 
 Settle = Callable[[Any, Exception | None], object]
@@ -44,7 +44,7 @@ class Noise:
 @dataclass(eq=False)
 class Interest:
     server: "Server"
-    connection: "Connection"
+    connection: Connection | DeadEnd
     sid: int
     subject: str
     queue: str
@@ -149,8 +149,7 @@ class Server:
         self.bus, self.name, self.world = bus, name, bus.world
         self.url = f"nats://{name}:4222"
         self.is_up, self.hangs_until_s = True, 0.0
-        self._clock_ahead_s = self.world.random.uniform(-0.5, 0.5)
-        self.connections: dict[int, Connection] = {}
+        self.connections: dict[int, Connection | DeadEnd] = {}
         self.routes: dict[Server, Route] = {}
         self.stale: dict[str, tuple[bytes, int]] | None = None
         """Values as they were when another server took the lead, unknown to this one."""
@@ -166,23 +165,32 @@ class Server:
 
     # --- connections
 
-    def enter(self, connection: "Connection") -> None:
-        connection.id, connection.since_s = next(self._ids), self.world.now_s
+    def enter(self, connection: Connection) -> None:
+        connection.id = next(self._ids)
         self.connections[connection.id] = connection
         self._announce(subjects.BUS_CONNECTED, connection)
 
-    def leave(self, connection: "Connection") -> None:
+    def lose(self, connection: Connection) -> None:
+        """It broke off, and this server does not know before it is reached again, or has missed two pings."""
+        end = self.connections[connection.id] = DeadEnd(connection)
+        for each in self._interests[self]:
+            if each.connection is connection:
+                each.connection = end
+        noticed_s = min(
+            connection.cut_for_s + self.world.random.uniform(0.0, 0.5), self.world.random.uniform(*_PINGS_S)
+        )
+        self.world.after(noticed_s, end.break_off)
+
+    def leave(self, connection: Connection | DeadEnd) -> None:
         if self.connections.pop(connection.id, None) is not None:
             self.remove(connection)
             self._announce(subjects.BUS_DISCONNECTED, connection)
 
-    def _announce(self, subject: str, connection: "Connection") -> None:
+    def _announce(self, subject: str, connection: Connection | DeadEnd) -> None:
         if not self.is_up:
             return
-        unix_s = UNIX_S + connection.since_s - BEGAN_S + self._clock_ahead_s
-        since = datetime.fromtimestamp(unix_s, UTC).isoformat()
         server = {"name": self.name, "id": f"N{self._starts}"}
-        client = {"id": connection.id, "user": connection.user, "name": connection.name, "start": since}
+        client = {"id": connection.id, "user": connection.user, "name": connection.name}
         data = json.dumps({"server": server, "client": client}).encode()
         if self.works:
             self.route(subject, data)
@@ -194,7 +202,7 @@ class Server:
             for each in (self, *self.routes):
                 self._tell(each, partial(each.learn, [interest]))
 
-    def remove(self, connection: Connection, sid: int | None = None) -> None:
+    def remove(self, connection: Connection | DeadEnd, sid: int | None = None) -> None:
         """One of its interests, or all."""
         own = [each for each in self._interests[self] if each.connection is connection]
         gone = [each for each in own if sid in (None, each.sid)]
@@ -239,7 +247,7 @@ class Server:
         data: bytes,
         reply: str = "",
         headers: dict[str, str] | None = None,
-        sender: "Connection | None" = None,
+        sender: Connection | None = None,
     ) -> None:
         """To everybody who wants it."""
         name = "server" if sender is None else sender.name

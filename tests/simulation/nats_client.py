@@ -64,6 +64,7 @@ class VirtualClient:
         self._disconnected_cb: Hook = options["disconnected_cb"]
         self._reconnected_cb: Hook = options["reconnected_cb"]
         self._closed_cb: Hook = options["closed_cb"]
+        self.options["name"] = options["name"]
         self._pending_limit = options["pending_size"]
         self._choose = options["reconnect_to_server_handler"]
         self._most_s: float = options["connect_timeout"]
@@ -85,6 +86,7 @@ class VirtualClient:
             chosen.reconnects += 1
             return False
         chosen.reconnects = 0
+        self._wire.name = self.options["name"]
         self._wire.open(server)
         return True
 

@@ -43,7 +43,12 @@ class Wire(ABC):
 
     @property
     def is_cut(self) -> bool:
-        return max(self._cut_until_s.values(), default=0.0) > self.world.now_s
+        return self.cut_for_s > 0.0
+
+    @property
+    def cut_for_s(self) -> float:
+        """How much longer."""
+        return max(0.0, max(self._cut_until_s.values(), default=0.0) - self.world.now_s)
 
     def cut(self, for_s: float, *receivers: object) -> None:
         """Nothing reaches these for so long."""
@@ -67,7 +72,7 @@ class Connection(Wire):
     def __init__(self, bus: "Bus", process: Process, name: str, user: str) -> None:
         super().__init__(bus)
         self.process, self.name, self.user = process, name, user
-        self.id, self.since_s = 0, 0.0
+        self.id = 0
         self.breaks = 0
         """So often it broke off."""
         self._left_hanging = -1
@@ -116,11 +121,11 @@ class Connection(Wire):
         reached = len(self.server.told)
         self.down(lambda: self.on_reach(reached))
 
-    def close(self) -> None:
+    def close(self, *, is_noticed: bool = True) -> None:
         if self.is_open:
             self.is_open = False
             self._life += 1
-            self.server.leave(self)
+            (self.server.leave if is_noticed else self.server.lose)(self)
 
     def cut(self, for_s: float, *receivers: object) -> None:
         """Both ways."""
@@ -132,7 +137,7 @@ class Connection(Wire):
             self.breaks += 1
             if self.server.is_up and not self.server.works:
                 self._left_hanging = self._life
-            self.close()
+            self.close(is_noticed=not (self.is_cut and self.server.works))
             self.process.loop.call_from_outside(self.on_broken, away_s)
 
     def _reads(self, life: int) -> bool:
@@ -148,6 +153,26 @@ class Connection(Wire):
                 self.server.leave(self)
 
             self.carry("server", gone)
+
+
+class DeadEnd:
+    """A server's end of a connection that broke off unnoticed: what goes there is lost."""
+
+    def __init__(self, of: Connection) -> None:
+        self.id, self.name, self.user = of.id, of.name, of.user
+        self.server, self.take = of.server, of.take
+
+    def down(self, action: Callable[[], object], in_order: bool = True) -> None:
+        pass
+
+    def tell_reach(self) -> None:
+        pass
+
+    def cut(self, for_s: float) -> None:
+        pass
+
+    def break_off(self) -> None:
+        self.server.leave(self)
 
 
 class Route(Wire):
