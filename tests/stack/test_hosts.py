@@ -17,7 +17,11 @@ LAYOUT = (
     ("scheduler-1", "placement-1", "worker-2"),
     ("ledger-0", "worker-3"),
 )
-SETTINGS = {"KVASIR_WORKER__KV_BLOCKS": "1024", "KVASIR_SCHEDULER__REFUSE_WAIT_S": "0"}
+SETTINGS = {
+    "KVASIR_WORKER__KV_BLOCKS": "1024",
+    "KVASIR_SCHEDULER__REFUSE_WAIT_S": "0",
+    "KVASIR_SCHEDULER__SHADOW_FROM_S": "0.01",  # or fast machines copy nothing of answers as short as these
+}
 STREAMS, MIDWAY, LASTS_S = 16, 100, 10.0
 PAUSE_S = 2.0
 """Most that a client waits for its next token, on a machine with time to spare."""
