@@ -2,159 +2,18 @@
 #include "grouped.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <utility>
 
+#include "forms.h"
+#include "tiles.h"
 #include "vector.h"
-
-#if defined(KVASIR_PORTABLE)
-#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-#include <immintrin.h>
-#define KVASIR_VNNI 1
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include <immintrin.h>
-#define KVASIR_AVX2 1
-#endif
 
 namespace {
 
-constexpr int kColumns = 16;
-constexpr int kGroup = 32;  // of activations
-constexpr int kHalf = kColumns / 2;
-constexpr int kRowBlock = 64;
-constexpr int64_t kAhead = 8192;
-#ifdef KVASIR_VNNI
-constexpr bool kIsWide = true;
-constexpr int kBias = 128;  // makes activations unsigned beside weights of 8 bits, which are signed
-#else
-constexpr bool kIsWide = false;
-constexpr int kBias = 0;
-#endif
-
-// The form of a record.
-template <int bits, int group, bool halves, bool has_least>
-struct Form {
-  static constexpr int kBits = bits, kInputs = group;
-  static constexpr bool kHalves = halves, kHasLeast = has_least;
-  static constexpr int kNumbers = kColumns * group * bits / 8;
-  static constexpr int kScales = kColumns * (halves ? 2 : 4);
-  static constexpr int kTileRows = kIsWide ? 8 : bits == 4 ? 4 : 3;  // as many as keep their sums in registers
-  static constexpr int kBytes = kNumbers + kScales * (has_least ? 2 : 1);
-};
-using FourHalves = Form<4, 32, true, true>;
-using FourFloats = Form<4, 32, false, true>;
-using EightHalves = Form<8, 32, true, false>;
-using EightFloats = Form<8, 32, false, true>;
-using EightSixteen = Form<8, 16, false, false>;
-
-// Calls `work` with the form of a kind.
-template <class Work>
-auto with_form(int32_t kind, Work work) {
-  switch (kind) {
-    case MATRIX_FOUR_HALVES: return work(FourHalves{});
-    case MATRIX_FOUR_FLOATS: return work(FourFloats{});
-    case MATRIX_EIGHT_HALVES: return work(EightHalves{});
-    case MATRIX_EIGHT_FLOATS: return work(EightFloats{});
-    default: return work(EightSixteen{});
-  }
-}
-
-float from_half(uint16_t half) {
-  const uint32_t sign = (half & 0x8000u) << 16, rest = (half & 0x7fffu) << 13;
-  float value;
-  std::memcpy(&value, &rest, sizeof value);
-  value *= 0x1p112f;  // exact, for subnormal halves too
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  bits |= sign;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-// Of a value that fp16 has exactly.
-uint16_t to_half(float value) {
-  const float scaled = std::fabs(value) * 0x1p-112f;
-  uint32_t bits;
-  std::memcpy(&bits, &scaled, sizeof bits);
-  return static_cast<uint16_t>((bits >> 13) | (std::signbit(value) ? 0x8000 : 0));
-}
-
-template <class F>
-float scale_of(const uint8_t* scales, int column) {
-  if constexpr (F::kHalves) {
-    uint16_t half;
-    std::memcpy(&half, scales + 2 * column, 2);
-    return from_half(half);
-  } else {
-    float value;
-    std::memcpy(&value, scales + 4 * column, 4);
-    return value;
-  }
-}
-
-template <class F>
-void put_scale(uint8_t* scales, int column, float value) {
-  if constexpr (F::kHalves) {
-    const uint16_t half = to_half(value);
-    std::memcpy(scales + 2 * column, &half, 2);
-  } else {
-    std::memcpy(scales + 4 * column, &value, 4);
-  }
-}
-
-// Byte of a record with an input's number: quads of inputs of 16 columns. Of four bits, inputs 16 to 31 are the high
-// nibbles.
-template <class F>
-int place(int column, int input) {
-  return (F::kBits == 4 ? input & 15 : input) / 4 * 4 * kColumns + column * 4 + input % 4;
-}
-
-// Activations of some rows in 8 bits: numbers [rows][inputs], and a scale and scaled sum for each group.
-struct Rounded {
-  const int8_t* numbers;  // beside weights of 8 bits with kBias
-  const float* scales;
-  const float* sums;
-};
-
-void round_row(const float* row, int32_t inputs, int32_t bias, int8_t* numbers, float* scales, float* sums) {
-  using namespace panels;
-  for (int32_t first = 0; first < inputs; first += kGroup, row += kGroup, numbers += kGroup) {
-    Vec most{}, poison{};
-    for (int i = 0; i < kGroup; i += kLanes) {
-      const Vec value = load(row + i), size = value < 0 ? -value : value;
-      most = size > most ? size : most;
-      poison += value * 0.0f;  // NaN for NaN and infinities, which no comparison shows
-    }
-    float widest = 0;
-    for (int lane = 0; lane < kLanes; ++lane) widest = most[lane] > widest ? most[lane] : widest;
-    constexpr float kMost = 127;
-    const float inverse = widest > 0 ? kMost / widest : 0.0f, scale = widest / kMost + sum(poison);
-    IntVec total{};
-    for (int i = 0; i < kGroup; i += kLanes) {
-      const Vec shifted = load(row + i) * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
-      IntVec number;
-      std::memcpy(&number, &shifted, sizeof number);
-      number -= 0x4B400000;
-      total += number;
-      for (int lane = 0; lane < kLanes; ++lane) numbers[i + lane] = static_cast<int8_t>(number[lane] + bias);
-    }
-    int32_t added = 0;
-    for (int lane = 0; lane < kLanes; ++lane) added += total[lane];
-    *scales++ = scale;
-    *sums++ = scale * static_cast<float>(added);
-  }
-}
+using namespace groups;
 
 #if defined(KVASIR_VNNI)
-
-template <class F>
-inline __m512 scales_at(const uint8_t* from) {
-  if constexpr (F::kHalves)
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  else
-    return _mm512_loadu_ps(from);
-}
 
 inline __m512i four_bytes(const void* from) {
   int32_t word;
@@ -342,7 +201,9 @@ template <class F>
 void multiply_rows(const uint8_t* panel, const Rounded& a, int32_t inputs, int32_t rows, float* sums) {
   const int64_t groups = inputs / kGroup;
   int64_t ahead = rows <= F::kTileRows ? kAhead : inputs / F::kInputs * F::kBytes;
-  for (int32_t row = 0; row < rows; row += F::kTileRows) {
+  int32_t row = multiply_tiles<F>(panel, a, inputs, rows, sums);
+  if (row) ahead = 0;
+  for (; row < rows; row += F::kTileRows) {
     const Rounded own{a.numbers + int64_t{row} * inputs, a.scales + row * groups, a.sums + row * groups};
     multiply_tile_of<F>(std::min(F::kTileRows, rows - row), std::make_integer_sequence<int, F::kTileRows>{}, panel,
                         ahead, own, inputs, sums + row * kColumns);

@@ -2,7 +2,7 @@
 //
 // Activations are rounded in groups of 32 of a row, to 8 bits. Products are summed as integers within a group and as
 // floats over the groups, in order, so a row's result is bit-identical for any batch, blocking, number of threads and
-// instruction set.
+// instruction set: AMX from 16 rows on (tiles.h), AVX-512 VNNI, AVX2, or none.
 // A matrix is stored as panels of 16 outputs; a panel has one record for each group: the numbers, then the scales,
 // then the least values. A pair for GEMM_SILU_MUL has 8 outputs of each matrix in a panel.
 #pragma once
