@@ -81,12 +81,7 @@ HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.LEDGER_OFFERED, CreditorOffered, "on_offered"),
     Listener(subjects.LEDGER_ANNOUNCED, LedgerAnnounced, "on_announced"),
     Endpoint(
-        subjects.ANY_LEDGER_CANDIDATES,
-        FindCreditors,
-        "find_creditors",
-        concurrency=1,
-        queue="ledgers",
-        sender="debtor_id",
+        subjects.ANY_LEDGER_CANDIDATES, FindCreditors, "find_creditors", 1, queue="ledger", sender="debtor_id"
     ),
     *status_handlers("ledger"),
 )

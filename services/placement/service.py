@@ -22,7 +22,7 @@ HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported", sender="worker_id"),
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped", sender="worker_id"),
     Listener(subjects.ANY_WORKER_CACHED, WorkerPrefixes, "on_cached", sender="worker_id"),
-    Endpoint(subjects.PLACEMENT_PLACE, PlaceSequences, "place", concurrency=1, queue="placements"),
+    Endpoint(subjects.PLACEMENT_PLACE, PlaceSequences, "place", concurrency=1, queue="placement"),
     *status_handlers("placement"),
 )
 MOVE_HANDLERS: tuple[Handler, ...] = (Listener(subjects.SCHEDULER_MOVED, SequenceMoved, "on_moved"),)

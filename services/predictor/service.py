@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # imports torch, which the other models do not need
     from services.predictor.models.regressor import RegressorModel
 
 HANDLERS: tuple[Handler, ...] = (
-    Endpoint(subjects.PREDICTOR_PREDICT, PredictLength, "predict", concurrency=512, queue="predictors"),
+    Endpoint(subjects.PREDICTOR_PREDICT, PredictLength, "predict", concurrency=512, queue="predictor"),
     Listener(subjects.GATEWAY_FINISHED, SequenceFinished, "learn"),
     Listener(subjects.ANY_WORKER_OBSERVED, WorkerObserved, "observe", sender="worker_id"),
     *status_handlers("predictor"),

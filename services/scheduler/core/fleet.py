@@ -393,7 +393,7 @@ class Fleet:
             pipeline.ask_again_s = now_s + self._rules.snapshot_retry_s
 
     def lose(self, pipeline: WorkerPipeline, now_s: float, *, is_dead: bool = True) -> list[Effect]:
-        """Remove a worker that is presumed gone; `is_dead`: see `WorkerLost`. Gateways resubmit what it held."""
+        """Remove a worker that seems gone (`is_dead`: see `WorkerLost`). Gateways resubmit what it held."""
         self.roster.lose(pipeline, now_s)
         self.broken.pop(pipeline.worker_id, None)
         effects: list[Effect] = []
