@@ -400,7 +400,8 @@ class Term:
 
     def _loads(self) -> dict[str, ShardLoad]:
         cells = ((cell.model, cell.core.sharing) for cell in self._cells)
-        return {model: sharing.load() for model, sharing in cells if sharing is not None}
+        now_s = self._awake_s()
+        return {model: sharing.load(now_s) for model, sharing in cells if sharing is not None}
 
     async def _until_announcement(self) -> None:
         """Wait for the interval, less if another shard has sequences for this one's room."""

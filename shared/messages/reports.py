@@ -247,6 +247,8 @@ class ShardLoad(Message, frozen=True, kw_only=True):
     """KV that its sequences will not need; 0 while some wait for a worker."""
     context_tokens: Count = 0
     """Longest sequence that a worker can hold."""
+    gathers_s: Seconds = 0.0
+    """How long the first of its sequences has waited for other workers' memory; 0: none does."""
 
     @property
     def per_worker(self) -> float:

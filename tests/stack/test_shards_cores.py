@@ -51,7 +51,7 @@ class ShardedWorld(World):
         for shard, core in zip(self.shards, self.cores, strict=True):
             for other in self.cores:
                 if core.sharing is not None and other.sharing is not None and other is not core:
-                    other.sharing.on_load(shard.number, core.sharing.load(), self.core_s)
+                    other.sharing.on_load(shard.number, core.sharing.load(self.core_s), self.core_s)
 
     def feed(self, event: str, *details: Any, **more: Any) -> None:
         named: Any = getattr(details[0], "worker_id", details[0]) if details else None

@@ -315,7 +315,8 @@ class SchedulerCore:
             self._shadowing.expire(now_s)
         if now_s - self._wanted_s > WANT_INTERVAL_S and not self._deposed:
             self._wanted_s = now_s
-            wants = wanted(self._roster)
+            may_gather = self.sharing is None or self.sharing.may_gather(now_s)
+            wants = wanted(self._roster, may_gather=may_gather)
             effects += self._pressure.with_limits(wants, now_s)
             effects += self._oversized.on_wants(wants, now_s)
         return self._after(effects, now_s)

@@ -52,13 +52,20 @@ def _fit(claims: Mapping[str, Claim], capacities: Mapping[str, Capacity]) -> boo
     return missing <= sum(capacity.most_lent_blocks for capacity in lenders)
 
 
-def wanted(roster: Roster) -> list[WantKvAtWorker]:
-    """Return which workers must gather KV now, for sequences larger than their own."""
+def gathers_from_s(roster: Roster) -> float | None:
+    """Return when the first sequence arrived for which its worker has yet to borrow; None: there is none."""
+    unmet = [sequence for sequence, pipeline, blocks in _deprived(roster) if blocks > pipeline.lasting_blocks]
+    return min((sequence.arrival_s for sequence in unmet), default=None)
+
+
+def wanted(roster: Roster, *, may_gather: bool = True) -> list[WantKvAtWorker]:
+    """Return which workers must gather KV now, for sequences larger than their own; without `may_gather`,
+    those that have it and keep it."""
     capacities = {report.worker_id: report.capacity for report in roster.reports()}
     claims = [
         Claim((sequence.level, *sequence.order), pipeline.worker_id, blocks)
         for sequence, pipeline, blocks in _deprived(roster)
-        if pipeline.worker_id in capacities
+        if pipeline.worker_id in capacities and (may_gather or blocks <= pipeline.lasting_blocks)
     ]
     return [
         WantKvAtWorker(claim.worker_id, claim.blocks * roster.pipelines[claim.worker_id].report.block_tokens)

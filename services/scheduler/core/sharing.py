@@ -8,6 +8,7 @@ most once, unless its shard has lost all workers.
 from collections.abc import Mapping
 
 from services.scheduler.core.effects import Effect
+from services.scheduler.core.long_waits import gathers_from_s
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.worker_pipeline import Sync
@@ -19,6 +20,8 @@ _HEARD_S = 1.5
 """Seconds for which an announced load is valid."""
 _MOST_HEADS = 64
 """Maximum number of sequences handed over in one tick."""
+_ALIKE_S = 0.5
+"""Waits that differ by less are as long as each other, since what is announced is somewhat older."""
 WITHOUT_WORKERS_S = 1.0
 """Seconds without a worker after which a shard hands over all that waits."""
 
@@ -40,7 +43,22 @@ class Sharing:
         rivals = sum(other.queued > 0 for number, (other, _) in self._others.items() if number != shard)
         self._room_tokens[shard] = load.room_tokens // (1 + rivals)
 
-    def load(self) -> ShardLoad:
+    def may_gather(self, now_s: float) -> bool:
+        """Return whether this shard has waited longest for other workers' memory. Of two that each hold a
+        part of what there is, neither would ever have enough."""
+        own_s = self._gathers_s(now_s)
+        for shard, (load, at_s) in self._others.items():
+            longer_s = load.gathers_s + now_s - at_s - own_s
+            is_first = longer_s > _ALIKE_S or (longer_s > -_ALIKE_S and shard < self._shard.number)
+            if load.gathers_s and now_s - at_s < _HEARD_S and is_first:
+                return False
+        return True
+
+    def _gathers_s(self, now_s: float) -> float:
+        from_s = gathers_from_s(self._roster)
+        return 0.0 if from_s is None else max(now_s - from_s, 0.001)
+
+    def load(self, now_s: float) -> ShardLoad:
         """Return this shard's load."""
         roster = self._roster
         ready = [one for one in roster.pipelines.values() if one.sync is Sync.IN_STEP]
@@ -55,6 +73,7 @@ class Sharing:
             running=len(roster.sequences) - len(roster.backlog),
             room_tokens=as_count(room_tokens),
             context_tokens=max((one.report.max_context_tokens for one in ready), default=0),
+            gathers_s=self._gathers_s(now_s),
         )
 
     def follow(self, sequence: Sequence, worker_id: str | None, now_s: float) -> list[Effect]:

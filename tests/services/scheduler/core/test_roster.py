@@ -20,12 +20,21 @@ from services.scheduler.core.long_waits import Claim, wanted, who_may_borrow
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import OVER, TRANSITIONS, Phase, Sequence
+from services.scheduler.core.sharing import Sharing
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
 from services.scheduler.policy.contract import GuardedPolicy, WorkerShape
 from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import ForeignSequence, InternalError
-from shared.messages.reports import Capacity, GatewayReported, SequenceReport, SequenceState, WorkerReported
+from shared.messages.reports import (
+    Capacity,
+    GatewayReported,
+    SequenceReport,
+    SequenceState,
+    ShardLoad,
+    WorkerReported,
+)
 from shared.messages.sequence import FinishReason, SequenceRef
+from shared.shards import Shard
 from tests.services.scheduler.core.builders import sequence
 from tests.services.scheduler.world import small_world
 from tests.shared.messages.builders import ref, sequence_report, spec, worker_report
@@ -112,8 +121,18 @@ def test_a_worker_is_told_of_what_its_own_kv_cannot_hold() -> None:
         roster.add(item)
         roster.place(item, pipeline, 0.0)
     assert wanted(roster) == [WantKvAtWorker("worker-0", 96)], "whole blocks"
+    sharing = Sharing(roster, Shard(1, 3), 0.0)
+    assert sharing.may_gather(2.0) and sharing.load(2.0).gathers_s == 2.0
+    for shard, waited_s in ((0, 1.0), (2, 2.2)):
+        sharing.on_load(shard, ShardLoad(gathers_s=waited_s), 2.0)
+        assert sharing.may_gather(2.0), "a shorter wait, and one alike of a later shard"
+    for shard, waited_s in ((0, 1.8), (2, 2.8)):
+        sharing.on_load(shard, ShardLoad(gathers_s=waited_s), 2.0)
+        assert not sharing.may_gather(2.0) and wanted(roster, may_gather=False) == []
+        sharing.on_load(shard, ShardLoad(), 2.0)
+    assert sharing.may_gather(2.0)
     roster.leave(long, Phase.CANCELLED, 0.0)
-    assert wanted(roster) == []
+    assert wanted(roster) == [] and sharing.load(2.0).gathers_s == 0.0
 
 
 OWN, MOST_LENT = 10, 8
