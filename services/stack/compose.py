@@ -40,7 +40,7 @@ _MOUNTED = Certificate(*(Path("/run/secrets", name) for name in ("nats_cert", "n
 """Paths inside the containers."""
 _STORE = Path("/data/nats")
 """Inside the volume of the container nats."""
-_ACROSS_HOSTS = {"WORKER_TIMEOUT_S": "1.2", "LEASE_TTL_S": "1"}
+_ACROSS_HOSTS = {"WORKER_TIMEOUT_S": "1.2", "LEASE_TTL_S": "0.8"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
