@@ -17,6 +17,8 @@ _LOOKS, _LOOK_S = 8, 0.25
 """How often, and after how long each time, to look for a server that reaches more others."""
 _HOME_S = 4.0
 """Mean time between two looks at the first server while connected to another one."""
+_NO_HURRY_S = 2.0
+"""For its answer, on a machine that may be busy."""
 
 
 class ServerChoice:
@@ -64,13 +66,13 @@ class ServerChoice:
         home = self._urls[0]
         while (now := self._now()) is None or now[1] != home:
             await asyncio.sleep(random.uniform(0.5, 1.5) * _HOME_S)
-            if (now := self._now()) and await self._reached_by(home) >= now[0].reached:
+            if (now := self._now()) and await self._reached_by(home, _NO_HURRY_S) >= now[0].reached:
                 await self._move(now[0], home)
 
-    async def _reached_by(self, url: str) -> int:
+    async def _reached_by(self, url: str, within_s: float = _LOOK_S) -> int:
         """Return the number of addresses that this server tells; 0 if it does not answer."""
         try:
-            async with asyncio.timeout(_LOOK_S):
+            async with asyncio.timeout(within_s):
                 return len((await server_info(url, self._encrypted)).get("connect_urls") or ())
         except (OSError, TimeoutError, ValueError):
             return 0

@@ -96,7 +96,9 @@ def test_required_calls_are_valid_and_may_be_answered(client: openai.OpenAI) -> 
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls or ()
     ]
     history: list[Any] = [*ASK, message.model_dump(), *results]
-    after = client.chat.completions.create(model="tiny_chat", messages=history, tools=TOOLS, max_tokens=8)
+    after = client.chat.completions.create(
+        model="tiny_chat", messages=history, tools=TOOLS, max_tokens=8, temperature=0
+    )
     assert after.choices[0].message.content
 
 
