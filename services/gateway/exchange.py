@@ -122,7 +122,7 @@ def deadline_of(header: str | None, default_s: float | None, longest_s: float, b
 ALONE_AFTER, REFUSED_AFTER = 2, 3
 """Number of workers' deaths after which a request runs alone, and after which it fails."""
 SILENT_DEATH = 0.5
-"""What a worker counts that is only silent: that may be the network's fault."""
+"""Weight of a worker that is only silent: the network may be at fault."""
 _logger = log.get_logger("gateway.exchange")
 
 

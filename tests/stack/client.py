@@ -42,7 +42,8 @@ class Answer:
 
 def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
     """Whole, and token for token what is expected."""
-    assert [answer.errors for answer in answers] == [[] for _ in expected]
+    errors = [answer.errors for answer in answers]
+    assert not any(errors), errors
     assert all(answer.complete for answer in answers)
     assert [answer.completion_tokens for answer in answers] == [one.completion_tokens for one in expected]
     different = [i for i, (a, b) in enumerate(zip(answers, expected, strict=True)) if a.text != b.text]

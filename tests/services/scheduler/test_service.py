@@ -89,7 +89,7 @@ async def test_a_worker_that_leaves_the_bus_is_lost_without_waiting_for_its_sile
             scheduler._bus.departures.on_disconnected(BusAdvisory(client))
         await until(lambda: bool(stack.reader.lost))
         assert [(lost.worker_id, lost.incarnation) for lost in stack.reader.lost] == [start]
-        assert [ref.request_id for ref in stack.reader.lost[0].refs] == ["a"]
+        assert [ref.request_id for ref in stack.reader.lost[0].refs] == ["a"] and stack.reader.lost[0].is_dead
 
 
 async def test_a_pause_of_its_own_costs_no_worker(stack: BusStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +251,7 @@ async def test_a_worker_that_falls_silent_is_announced_as_lost(stack: BusStack) 
             await until(lambda: worker.process.used_blocks > 4)
         await until(lambda: bool(stack.reader.lost))
         assert stack.reader.lost[0].worker_id == "worker-0" and stack.reader.lost[0].refs == (spec.ref,)
+        assert not stack.reader.lost[0].is_dead
         again = await stack.worker("worker-1")
         stack.placement.worker_id = "worker-1"
         async with running(again.run()):

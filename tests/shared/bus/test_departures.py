@@ -41,6 +41,12 @@ class Heard:
         self.is_told.set()
 
 
+def watched() -> tuple[Departures, Heard]:
+    departures, heard = Departures(), Heard()
+    departures.watch(heard)
+    return departures, heard
+
+
 def event(number: int, run: str = "worker-0/7", user: str = "worker-0") -> BusAdvisory:
     """Of the run's connection of this number."""
     return BusAdvisory(BusClient(user, f"{run}/{number}"))
@@ -91,8 +97,7 @@ async def test_nobody_waits_for_one_whose_port_refuses(
 
 async def test_one_whose_port_takes_connections_has_not_left() -> None:
     """It may be at another server, and the word of that lost."""
-    departures, heard = Departures(), Heard()
-    departures.watch(heard)
+    departures, heard = watched()
     with socket.create_server(("127.0.0.1", 0)) as door:
         departures.on_listening("worker-0", 7, f"127.0.0.1:{door.getsockname()[1]}")
         departures.on_disconnected(event(1))
@@ -106,8 +111,7 @@ async def test_one_whose_port_takes_connections_has_not_left() -> None:
 
 async def test_one_whose_port_takes_connections_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.bus.departures.GRACE_S", 10 * PATIENCE_S)
-    departures, heard = Departures(), Heard()
-    departures.watch(heard)
+    departures, heard = watched()
     with socket.create_server(("127.0.0.1", 0)) as door:
         departures.on_listening("worker-0", 7, f"127.0.0.1:{door.getsockname()[1]}")
         departures.on_disconnected(event(1))
@@ -126,8 +130,7 @@ async def test_one_whose_port_takes_connections_may_come_back(monkeypatch: pytes
 async def test_who_is_back_at_once_is_there_whatever_was_said_of_its_port(address: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
-    departures, heard = Departures(), Heard()
-    departures.watch(heard)
+    departures, heard = watched()
     departures.on_listening("worker-0", 7, address.format(port=port))
     departures.on_disconnected(event(1))
     departures.on_connected(event(2))
@@ -139,8 +142,7 @@ async def test_the_port_of_its_next_start_says_nothing_of_this_one(monkeypatch: 
     monkeypatch.setattr("shared.bus.departures.GRACE_S", 10 * PATIENCE_S)
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
-    departures, heard = Departures(), Heard()
-    departures.watch(heard)
+    departures, heard = watched()
     departures.on_listening("worker-0", 8, f"127.0.0.1:{port}")
     departures.on_disconnected(event(1))
     await asyncio.sleep(0.1)
@@ -157,8 +159,7 @@ async def test_who_may_not_listen_waits_for_silence(tmp_path: Path) -> None:
 
 
 async def test_who_is_back_in_time_has_not_left() -> None:
-    departures, heard = Departures(), Heard()
-    departures.watch(heard)
+    departures, heard = watched()
     departures.on_connected(event(1))
     departures.on_disconnected(event(1))
     departures.on_connected(event(2))
@@ -175,8 +176,7 @@ async def test_who_is_back_in_time_has_not_left() -> None:
 
 async def test_connections_of_a_server_that_was_killed_are_over() -> None:
     """It tells nobody of them. Keeps deaths from being known by silence only, once it was started again."""
-    departures, heard = Departures(), Heard()
-    departures.watch(heard)
+    departures, heard = watched()
     departures.on_connected(event(1))
     departures.on_connected(event(1, "worker-1/8", "worker-1"))
     departures.on_connected(event(2))
@@ -187,8 +187,7 @@ async def test_connections_of_a_server_that_was_killed_are_over() -> None:
 
 
 async def test_who_is_back_has_not_left_when_a_server_misses_a_former_connection() -> None:
-    departures, heard = Departures(), Heard()
-    departures.watch(heard)
+    departures, heard = watched()
     departures.on_connected(event(1))
     departures.on_connected(event(2))
     departures.on_disconnected(event(1))
@@ -204,8 +203,7 @@ async def test_who_is_back_has_not_left_when_a_server_misses_a_former_connection
 
 async def test_a_connection_that_is_nobodys_says_nothing() -> None:
     """Another one of the same process, an operator's tool, and one that bears another's name."""
-    departures, heard = Departures(), Heard()
-    departures.watch(heard)
+    departures, heard = watched()
     for name, user in [
         ("worker-0", "worker-0"),
         ("worker-0/7", "worker-0"),
@@ -221,8 +219,7 @@ async def test_a_connection_that_is_nobodys_says_nothing() -> None:
 
 
 async def test_nobody_is_called_after_the_end() -> None:
-    departures, heard = Departures(), Heard()
-    departures.watch(heard)
+    departures, heard = watched()
     departures.on_disconnected(event(1))
     departures.close()
     await asyncio.sleep(2 * GRACE_S)

@@ -115,6 +115,10 @@ int place(int column, int input) {
   return (F::kBits == 4 ? input & 15 : input) / 4 * 4 * kColumns + column * 4 + input % 4;
 }
 
+constexpr float kMost = 127;               // largest number of an activation
+constexpr float kRounder = 12582912.0f;    // 1.5 * 2^23: adding it rounds to the nearest integer
+constexpr int32_t kRounderBits = 0x4B400000;
+
 // Activations of some rows in 8 bits: numbers [rows][inputs], and a scale and scaled sum for each group.
 struct Rounded {
   const int8_t* numbers;  // beside weights of 8 bits with kBias
@@ -124,24 +128,23 @@ struct Rounded {
 
 #ifdef KVASIR_VNNI
 
-// As below.
+// As below, bit for bit.
 inline void round_row(const float* row, int32_t inputs, int32_t bias, int8_t* numbers, float* scales, float* sums) {
-  const __m512 rounder = _mm512_set1_ps(12582912.0f);
-  const __m512i offset = _mm512_set1_epi32(bias - 0x4B400000), added = _mm512_set1_epi32(bias);
+  const __m512 rounder = _mm512_set1_ps(kRounder);
+  const __m512i offset = _mm512_set1_epi32(bias - kRounderBits), added = _mm512_set1_epi32(2 * bias);
   for (int32_t first = 0; first < inputs; first += kGroup, row += kGroup, numbers += kGroup) {
     const __m512 low = _mm512_loadu_ps(row), high = _mm512_loadu_ps(row + 16), zero{};
     const __m512 most = _mm512_max_ps(_mm512_abs_ps(high), _mm512_max_ps(_mm512_abs_ps(low), zero));
     const __m512 poison = _mm512_add_ps(_mm512_mul_ps(low, zero), _mm512_mul_ps(high, zero));
     const bool is_bad = _mm512_cmp_ps_mask(poison, poison, _CMP_UNORD_Q);
     const float widest = _mm512_reduce_max_ps(most);
-    constexpr float kMost = 127;
     const float inverse = widest > 0 ? kMost / widest : 0.0f, scale = is_bad ? NAN : widest / kMost;
     const __m512 by = _mm512_set1_ps(inverse);
     const __m512i one = _mm512_add_epi32(_mm512_castps_si512(_mm512_fmadd_ps(low, by, rounder)), offset);
     const __m512i two = _mm512_add_epi32(_mm512_castps_si512(_mm512_fmadd_ps(high, by, rounder)), offset);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(numbers), _mm512_cvtepi32_epi8(one));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(numbers + 16), _mm512_cvtepi32_epi8(two));
-    const __m512i total = _mm512_sub_epi32(_mm512_add_epi32(one, two), _mm512_add_epi32(added, added));
+    const __m512i total = _mm512_sub_epi32(_mm512_add_epi32(one, two), added);
     *scales++ = scale;
     *sums++ = scale * static_cast<float>(_mm512_reduce_add_epi32(total));
   }
@@ -160,14 +163,13 @@ inline void round_row(const float* row, int32_t inputs, int32_t bias, int8_t* nu
     }
     float widest = 0;
     for (int lane = 0; lane < kLanes; ++lane) widest = most[lane] > widest ? most[lane] : widest;
-    constexpr float kMost = 127;
     const float inverse = widest > 0 ? kMost / widest : 0.0f, scale = widest / kMost + sum(poison);
     IntVec total{};
     for (int i = 0; i < kGroup; i += kLanes) {
-      const Vec shifted = load(row + i) * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
+      const Vec shifted = load(row + i) * inverse + kRounder;
       IntVec number;
       std::memcpy(&number, &shifted, sizeof number);
-      number -= 0x4B400000;
+      number -= kRounderBits;
       total += number;
       typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
       const ByteVec bytes = __builtin_convertvector(number + bias, ByteVec);
