@@ -58,7 +58,7 @@ _STEPS = re.compile(r"^vllm:iteration_tokens_total_count\{.*\} ([0-9.e+]+)$", re
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--workers", type=int, nargs="+", help="[10 50 100 250, quick: 8 24; --kills 256]")
-    add("--step-s", type=float, help="of a decode step, below 2.5: plans expire [2, quick: 1]")
+    add("--step-s", type=float, help="of a decode step [2, quick: 1]")
     add("--heartbeat-s", type=float, default=1.0, help="of workers; timeouts are 8 to 12 [%(default)s]")
     add("--tokens", type=int, help="of an answer [12, quick: 6]")
     add("--seconds", type=float, help="that are measured, idle and loaded [30, quick: 8]")

@@ -287,8 +287,7 @@ class SchedulerCore:
             return
         sequence.prediction = prediction
         self._roster.backlog.queue.on_predicted(ref.key, prediction)
-        pipeline = self._roster.pipelines.get(sequence.worker_id or "")
-        if pipeline is not None:
+        if (pipeline := self._roster.pipelines.get(sequence.worker_id or "")) is not None:
             pipeline.predict(ref.key, prediction, now_s)
 
     def on_tick(self, now_s: float) -> list[Effect]:

@@ -231,8 +231,7 @@ class Fleet:
     def _compare(self, pipeline: WorkerPipeline, report: WorkerReported, now_s: float) -> Trouble | None:
         if pipeline.policy is None:
             return None
-        capacity_blocks = planned_capacity_blocks(report)
-        if capacity_blocks != pipeline.capacity_blocks:
+        if (capacity_blocks := planned_capacity_blocks(report)) != pipeline.capacity_blocks:
             pipeline.policy.on_resized(capacity_blocks, now_s)
         pipeline.policy.on_measured(report.prefill_tokens_per_s, report.decode_step_s, now_s)
         return pipeline.on_heartbeat(report, now_s) or self._strangers(pipeline, report)
@@ -314,8 +313,7 @@ class Fleet:
                 effects.append(
                     self.roster.leave(sequence, Phase.ENDED, now_s, end.finish_reason, end.generated_tokens)
                 )
-        trouble = pipeline.on_stepped(event, now_s)
-        if trouble is not None:
+        if (trouble := pipeline.on_stepped(event, now_s)) is not None:
             effects += self._resync(pipeline, trouble, now_s)
         return effects
 
@@ -360,8 +358,7 @@ class Fleet:
                 self._liveness.forget(pipeline.worker_id)
                 effects += self.lose(pipeline, now_s, is_dead=False)
                 continue
-            trouble = pipeline.on_tick(now_s)
-            if trouble is not None:
+            if (trouble := pipeline.on_tick(now_s)) is not None:
                 effects += self._resync(pipeline, trouble, now_s)
             elif pipeline.ask_again_s is not None and now_s >= pipeline.ask_again_s:
                 pipeline.ask_again_s = None

@@ -38,7 +38,7 @@ class PressureWatch:
         if not self._rules.enabled:
             return []
         for pipeline in self._roster.pipelines.values():
-            if now_s >= self._next_s.get(pipeline.worker_id, now_s):
+            if pipeline.short_blocks > 0 and now_s >= self._next_s.get(pipeline.worker_id, now_s):
                 effects += self._relieve(pipeline, now_s)
         return effects
 
@@ -59,22 +59,12 @@ class PressureWatch:
         return [WantKvAtWorker(name, want.tokens, name not in thrifty) for name, want in told.items()]
 
     def _relieve(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
-        decoding = [
-            listed
-            for listed in pipeline.report.sequences
-            if listed.state is SequenceState.DECODING and listed.gateway_id
-        ]
-        # includes evictable blocks, which the worker evicts unasked
-        plannable_blocks = pipeline.report.capacity.plannable_blocks
-        needed_blocks = len(decoding) * self._growth_blocks(pipeline) - plannable_blocks
-        if pipeline.sync is not Sync.IN_STEP or needed_blocks <= 0 or len(decoding) < 2:
+        if pipeline.sync is not Sync.IN_STEP or len(pipeline.growing) < 2:
             return []
         self._next_s[pipeline.worker_id] = now_s + self._rules.interval_s
         target = self._roomiest(pipeline)
         victim = self._victim(pipeline)
-        relief = next_relief(
-            self._pressure(pipeline, decoding, needed_blocks, target, victim), self._rules.switched_off
-        )
+        relief = next_relief(self._pressure(pipeline, target, victim), self._rules.switched_off)
         rung = "wait" if relief.chosen is None else relief.chosen.rung
         self.decisions[rung] = self.decisions.get(rung, 0) + 1
         has_offer = any(offer.rung == Rung.BORROW for offer in relief.offers)
@@ -92,27 +82,19 @@ class PressureWatch:
                 self.decisions["refused"] = self.decisions.get("refused", 0) + 1
         return effects
 
-    def _growth_blocks(self, pipeline: WorkerPipeline) -> int:
-        """Return the blocks that one decode needs until relief arrives."""
-        step_s, size = pipeline.report.decode_step_s, pipeline.report.block_tokens
-        steps = self._rules.ahead_s / step_s if step_s > 0 else 1.0
-        return max(1, round(steps / size))
-
     def _pressure(
         self,
         pipeline: WorkerPipeline,
-        decoding: list[SequenceReport],
-        needed_blocks: int,
         target: WorkerPipeline | None,
         victim: tuple[Sequence, SequenceReport] | None,
     ) -> MemoryPressure:
         report = pipeline.report
-        ends = sorted(self._ends_within(decoding))
+        ends = sorted(self._ends_within(pipeline.growing))
         within, freed = ends[0] if ends else (None, 0)
         return MemoryPressure(
-            needed_blocks=needed_blocks,
+            needed_blocks=pipeline.short_blocks,
             block_tokens=report.block_tokens,
-            running=len(decoding),
+            running=len(pipeline.growing),
             horizon_steps=self._rules.horizon_steps if within is None else within,
             speeds=speeds_of(report, None if target is None else target.report),
             host_tier_blocks=report.swap_room_blocks,

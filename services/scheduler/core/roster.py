@@ -161,6 +161,7 @@ class Roster:
             changed=self._changed,
             feed=self.feed,
             unready=self.unready,
+            here=self._at.setdefault(report.worker_id, {}),
         )
         self.lost_workers.pop(report.worker_id)
         return pipeline
@@ -221,13 +222,8 @@ class Roster:
         """Return the only worker, if placement could only choose it. Nothing else may wait, and all limits
         must fit."""
         count, batch = len(self.sequences), self.rules.settings.max_batch_sequences
-        if (
-            len(self.pipelines) != 1
-            or self._alone
-            or len(self.backlog) != 1
-            or sequence not in self.backlog
-            or count > batch
-        ):
+        is_only_one = len(self.pipelines) == len(self.backlog) == 1 and sequence in self.backlog
+        if not is_only_one or self._alone or count > batch:
             return None
         (pipeline,) = self.pipelines.values()
         report = pipeline.report
@@ -415,8 +411,14 @@ class Roster:
         return [left, GiveToShard(sequence.ref, sequence.gateway_id, shard)]
 
     def expire(self, now_s: float) -> None:
-        records = (self.tombstones, self.owners, self.ended, self.dropped, self.handed, self.lost_workers)
-        for record in records:
+        for record in (
+            self.tombstones,
+            self.owners,
+            self.ended,
+            self.dropped,
+            self.handed,
+            self.lost_workers,
+        ):
             record.expire(now_s)
 
     def check_integrity(self) -> None:

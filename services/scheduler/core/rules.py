@@ -49,7 +49,7 @@ class Rules:
     sized_by_workers: bool = False  # batches are as large as a worker's device carries, if it tells
     outstanding_steps: int = 2  # least steps left at a worker, the running one included, before the next plan
     ahead_s: float = 0.008  # least time ahead where steps are short; an arrival may cut such plans
-    valid_for_s: float = 5.0  # after which a worker gives up a plan
+    valid_for_s: float = 5.0  # after which a worker gives up a plan; more where steps are slower
     worker_timeout_s: float = 2.0
     gateway_timeout_s: float = 10.0
     round_s: float = 0.6  # for which a new scheduler collects heartbeats before its first command

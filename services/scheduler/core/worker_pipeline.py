@@ -28,7 +28,7 @@ from services.scheduler.policy.relief import (
 from shared.errors import InternalError, ModelMismatch
 from shared.messages.commands import LengthPrediction
 from shared.messages.plans import BatchPlan, Decode, Preemption, PreemptMode, PrefillChunk, WorkerStepped
-from shared.messages.reports import SequenceState, WorkerReported
+from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 
 _OTHERS = frozenset(LADDER) - {Rung.SWAP, Rung.RECOMPUTE}
@@ -115,6 +115,8 @@ class WorkerPipeline:
     """The roster's record of requests that wait at workers."""
     unready: dict[str, None] = field(default_factory=dict)
     """The roster's workers that are not in step."""
+    here: Mapping[SequenceKey, Sequence] = field(default_factory=dict)
+    """The roster's sequences at this worker."""
     sync: Sync = Sync.UNSYNCED
     asked_s: float = 0.0
     """Start of the resync."""
@@ -150,6 +152,12 @@ class WorkerPipeline:
     """Blocks that plans may allocate: held plus obtainable ones (`planned_capacity_blocks`)."""
     most_steps_ahead: int = field(default=0, init=False)
     """Steps that should be outstanding if they can be cut; more where steps are short, to hide the delay."""
+    longest_step_s: float = field(default=0.0, init=False)
+    """Expected seconds of a step that uses the whole token budget; 0 before the first measurement."""
+    growing: list[SequenceReport] = field(default_factory=list, init=False)
+    """The sequences that decode, but no rehearsals, by the latest report."""
+    short_blocks: int = field(default=0, init=False)
+    """Blocks that they need until relief arrives, beyond those free or evicted unasked."""
 
     def __post_init__(self) -> None:
         self._outstanding = OutstandingPlans(self.rules, self.epoch, 0, self.since_s)
@@ -164,6 +172,13 @@ class WorkerPipeline:
         self.capacity_blocks = planned_capacity_blocks(report)
         short = ceil(self.rules.ahead_s / step_s) if step_s > 0 else 0
         self.most_steps_ahead = max(self.rules.outstanding_steps, min(self.rules.settings.max_steps, short))
+        prompt_s = self.rules.settings.token_budget / (report.prefill_tokens_per_s or float("inf"))
+        self.longest_step_s = step_s + prompt_s
+        steps = self.rules.relief.ahead_s / step_s if step_s > 0 else 1.0
+        decoding = [one for one in report.sequences if one.state is SequenceState.DECODING]
+        self.growing = [one for one in decoding if one.gateway_id]
+        growth_blocks = len(self.growing) * max(1, round(steps / report.block_tokens))
+        self.short_blocks = growth_blocks - capacity.plannable_blocks
 
     def holds(self, limit_tokens: int) -> bool:
         """Return whether the worker's lasting memory can hold a sequence of `limit_tokens` tokens."""
@@ -300,12 +315,13 @@ class WorkerPipeline:
         if prefills or decodes:
             self.planned_s = now_s
         self._plan_seq += 1
+        steps_ahead = self._outstanding.steps + batch.steps
         plan = BatchPlan(
             epoch=self.epoch,
             seq=self._plan_seq,
             steps=batch.steps,
             report_at=max(1, batch.steps + 1 - self.most_steps_ahead),
-            valid_for_s=self.rules.valid_for_s,
+            valid_for_s=max(self.rules.valid_for_s, steps_ahead * self.longest_step_s),
             supersedes=supersedes,
             drops=tuple(self._drops),
             preemptions=preemptions,
@@ -338,12 +354,13 @@ class WorkerPipeline:
         """Return the batch's chunks, and the specs of the sequences that start with them."""
         chunks, starts = [], []
         for item in batch.prefills:
-            ref, blocks = self._ref(item.key), item.allocated_blocks
-            chunks.append(
-                PrefillChunk(
-                    ref=ref, first_token=item.first_token, end_token=item.end_token, allocated_blocks=blocks
-                )
+            ref, first, end, blocks = (
+                self._ref(item.key),
+                item.first_token,
+                item.end_token,
+                item.allocated_blocks,
             )
+            chunks.append(PrefillChunk(ref=ref, first_token=first, end_token=end, allocated_blocks=blocks))
             self._decoding.pop(item.key, None)
             if item.key in self._lingering:
                 continue
@@ -360,15 +377,11 @@ class WorkerPipeline:
         return self.sequences[key].ref if lingering is None else lingering[0]
 
     def _questions(self, batch: PlannedBatch) -> list[Effect]:
-        asked = [
-            (self.sequences[question.key], question.generated_tokens)
+        return [
+            AskPrediction(one.ref, spec.prompt, one.max_tokens, question.generated_tokens)
             for question in batch.questions
             if question.key not in self._lingering
-        ]
-        return [
-            AskPrediction(sequence.ref, sequence.spec.prompt, sequence.max_tokens, generated_tokens)
-            for sequence, generated_tokens in asked
-            if sequence.spec is not None
+            and (spec := (one := self.sequences[question.key]).spec) is not None
         ]
 
     def _decode(self, key: SequenceKey) -> SequenceRef:
@@ -430,9 +443,8 @@ class WorkerPipeline:
         """Record that a plan ran: its starts arrived; after `_SMOOTH_REPORTS`, clear fault counts."""
         self._smooth_reports += 1
         for spec in sent.plan.starts:
-            sequence = self.sequences.get(spec.ref.key)
-            if sequence is not None and sequence.ref == spec.ref:
-                sequence.confirmed = True
+            if (one := self.sequences.get(spec.ref.key)) is not None and one.ref == spec.ref:
+                one.confirmed = True
         if self._smooth_reports % _SMOOTH_REPORTS == 0:
             self.policy_failures = 0
             batch = self._last_batch
@@ -441,13 +453,19 @@ class WorkerPipeline:
                     self.sequences[key].faults = 0
 
     def on_heartbeat(self, report: WorkerReported, now_s: float) -> Trouble | None:
-        self.touch()
+        self._wake()
         self.preempting.swapped_blocks = 0
         return None if self.policy is None else self._outstanding.on_heartbeat(report, now_s)
 
     def on_tick(self, now_s: float) -> Trouble | None:
-        self.touch()
+        if not len(self._outstanding):  # else reports of its steps will
+            self._wake()
         return None if self.policy is None else self._outstanding.on_tick(now_s)
+
+    def _wake(self) -> None:
+        """Plan again, unless there is nothing to plan for."""
+        if self.here or self._lingering or self._drops or (self.policy and self.policy.failure):
+            self.touch()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the pipeline or its policy is inconsistent."""

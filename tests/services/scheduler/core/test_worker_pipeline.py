@@ -10,7 +10,7 @@ from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, Phase
 from services.scheduler.policy.contract import PlannedBatch, PlannedDecode, PlannedPrefill, PolicySettings
 from shared.messages.plans import BatchPlan, SkippedItem, SkipReason, StepOutcome, WorkerStepped
-from tests.services.scheduler.world import small_world, started
+from tests.services.scheduler.world import UNMEASURED, small_world, started
 from tests.shared.messages.builders import ref, worker_report
 
 
@@ -32,11 +32,19 @@ def test_of_a_long_plan_two_steps_are_reported() -> None:
 
 def test_short_steps_have_more_of_them_ahead() -> None:
     world, _ = started(1)
-    core = world.core
-    pipeline = core._roster.pipelines["worker-0"]
+    pipeline = world.core._roster.pipelines["worker-0"]
     for step_s, ahead in ((0.0, 2), (0.014, 2), (0.003, 3), (0.0014, 6), (0.0001, 8)):
         pipeline.take_report(msgspec.structs.replace(pipeline.report, decode_step_s=step_s))
         assert pipeline.most_steps_ahead == ahead
+
+
+@pytest.mark.parametrize("step_s", [0.01, 1.0])
+def test_no_plan_expires_before_a_slow_worker_can_have_run_it(step_s: float) -> None:
+    world, request = started(1, step_s=step_s, says={**UNMEASURED, "decode_step_s": step_s})
+    world.until(lambda: request.over, limit_s=100.0)
+    lasting = f"valid_for_s={max(5.0, 9 * step_s)}"
+    assert sum(lasting in plan for plan in world.lines("SendPlan")) > 3
+    assert len(world.lines("AskSnapshot")) == 1
 
 
 def test_an_arrival_cuts_a_long_plan_short() -> None:
@@ -56,8 +64,7 @@ def test_a_start_is_confirmed_by_the_first_step_of_its_plan() -> None:
     world = small_world(workers=1)
     request = world.ask_for("a", prompt_tokens=4, answer_tokens=20, max_tokens=20)
     world.until(lambda: bool(world.lines("SendPlan")), limit_s=2.0)
-    core = world.core
-    sequence = core._roster.sequences[request.key]
+    sequence = world.core._roster.sequences[request.key]
     assert not sequence.confirmed and sequence.phase in HELD
     world.until(lambda: len(request.tokens) == 1, limit_s=2.0)
     world.run_for(0.002)
@@ -86,10 +93,8 @@ def test_drops_travel_alone_when_there_is_nothing_else_to_say() -> None:
 
 
 def test_several_starts_share_a_plan_only_while_their_text_fits() -> None:
-    rules = Rules(
-        settings=PolicySettings(token_budget=64, max_batch_sequences=8, start_tokens=20), round_s=0.3
-    )
-    world = small_world(workers=1, rules=rules)
+    settings = PolicySettings(token_budget=64, max_batch_sequences=8, start_tokens=20)
+    world = small_world(workers=1, rules=Rules(settings=settings, round_s=0.3))
     requests = [world.ask_for(f"r{number}", 12, 5, 5) for number in range(3)]
     world.until(lambda: not world.unfinished(), limit_s=3.0)
     assert all(request.tokens == request.expected for request in requests)
@@ -105,17 +110,14 @@ PREFILL = PlannedBatch(prefills=(PlannedPrefill(("a", 0), 0, 4, 1),))
 def outstanding(*batches: PlannedBatch, supersedes: bool = False) -> OutstandingPlans:
     plans = OutstandingPlans(RULES, 3, 10, 0.0)
     for seq, batch in enumerate(batches, start=1):
-        last = seq == len(batches)
-        plan = BatchPlan(epoch=3, seq=seq, steps=batch.steps, supersedes=supersedes and last)
-        plans.add(batch, plan, 0.0)
+        cuts = supersedes and seq == len(batches)
+        plans.add(batch, BatchPlan(epoch=3, seq=seq, steps=batch.steps, supersedes=cuts), 0.0)
         plans.check_integrity()
     return plans
 
 
-def stepped(
-    seq: int, plan_seq: int = 1, done: int = 1, *, over: bool = False, **fields: Any
-) -> WorkerStepped:
-    fields = {"worker_id": "worker-0", "incarnation": 1, "epoch": 3, "outcome": StepOutcome.RAN, **fields}
+def stepped(seq: int, plan_seq: int = 1, done: int = 1, over: bool = False, **also: Any) -> WorkerStepped:
+    fields = {"worker_id": "worker-0", "incarnation": 1, "epoch": 3, "outcome": StepOutcome.RAN, **also}
     return WorkerStepped(seq=seq, plan_seq=plan_seq, steps_done=done, plan_over=over, **fields)
 
 
@@ -127,10 +129,8 @@ def hear(
     return result
 
 
-def beat(
-    plans: OutstandingPlans, now_s: float, *, stepped_seq: int = 10, plan_seq: int = 1
-) -> Trouble | None:
-    report = worker_report(stepped_seq=stepped_seq, epoch=3, plan_seq=plan_seq)
+def beat(plans: OutstandingPlans, now_s: float, **counts: Any) -> Trouble | None:
+    report = worker_report(epoch=3, **{"stepped_seq": 10, "plan_seq": 1, **counts})
     return plans.on_heartbeat(report, now_s)
 
 
