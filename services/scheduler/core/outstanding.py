@@ -132,14 +132,12 @@ class OutstandingPlans:
             return Trouble(f"plan {newest.plan.seq} never reached the worker")
         return None
 
-    def on_tick(self, now_s: float) -> Trouble | None:
+    def on_tick(self, now_s: float, longest_step_s: float = 0.0) -> Trouble | None:
         """Return Trouble if plans make no progress; a hung engine still sends heartbeats."""
-        if not self._plans:
-            return None
-        plan = self._plans[0].plan
-        patience_s = self._rules.snapshot_patience_s + plan.valid_for_s
-        is_hung = now_s - self._progress_s > patience_s
-        return Trouble(f"no step of plan {plan.seq} in {patience_s:g} s") if is_hung else None
+        patience_s = self._rules.snapshot_patience_s + self._rules.valid_for_s + longest_step_s
+        if self._plans and now_s - self._progress_s > patience_s:
+            return Trouble(f"no step of plan {self._plans[0].plan.seq} in {patience_s:g} s")
+        return None
 
     def check_integrity(self) -> None:
         seqs = [sent.plan.seq for sent in self._plans]

@@ -80,6 +80,7 @@ class Preempting:
 
 
 MAX_OUTSTANDING_PLANS = 4
+_SLOWEST_STEP_S = 60.0
 _LINGER_S = 0.06
 """Seconds that a replaced attempt continues while its successor catches up."""
 _SMOOTH_REPORTS = 16
@@ -153,7 +154,7 @@ class WorkerPipeline:
     most_steps_ahead: int = field(default=0, init=False)
     """Steps that should be outstanding if they can be cut; more where steps are short, to hide the delay."""
     longest_step_s: float = field(default=0.0, init=False)
-    """Expected seconds of a step that uses the whole token budget; 0 before the first measurement."""
+    """Expected seconds of a step of the whole token budget, at most `_SLOWEST_STEP_S`; 0: not measured."""
     growing: list[SequenceReport] = field(default_factory=list, init=False)
     """The sequences that decode, but no rehearsals, by the latest report."""
     short_blocks: int = field(default=0, init=False)
@@ -173,7 +174,7 @@ class WorkerPipeline:
         short = ceil(self.rules.ahead_s / step_s) if step_s > 0 else 0
         self.most_steps_ahead = max(self.rules.outstanding_steps, min(self.rules.settings.max_steps, short))
         prompt_s = self.rules.settings.token_budget / (report.prefill_tokens_per_s or float("inf"))
-        self.longest_step_s = step_s + prompt_s
+        self.longest_step_s = min(step_s + prompt_s, _SLOWEST_STEP_S)
         steps = self.rules.relief.ahead_s / step_s if step_s > 0 else 1.0
         decoding = [one for one in report.sequences if one.state is SequenceState.DECODING]
         self.growing = [one for one in decoding if one.gateway_id]
@@ -458,9 +459,9 @@ class WorkerPipeline:
         return None if self.policy is None else self._outstanding.on_heartbeat(report, now_s)
 
     def on_tick(self, now_s: float) -> Trouble | None:
-        if not len(self._outstanding):  # else reports of its steps will
+        if self._outstanding.steps < self.most_steps_ahead:
             self._wake()
-        return None if self.policy is None else self._outstanding.on_tick(now_s)
+        return None if self.policy is None else self._outstanding.on_tick(now_s, self.longest_step_s)
 
     def _wake(self) -> None:
         """Plan again, unless there is nothing to plan for."""

@@ -121,9 +121,7 @@ def stepped(seq: int, plan_seq: int = 1, done: int = 1, over: bool = False, **al
     return WorkerStepped(seq=seq, plan_seq=plan_seq, steps_done=done, plan_over=over, **fields)
 
 
-def hear(
-    plans: OutstandingPlans, event: WorkerStepped, *, known_to_be_over: bool = False
-) -> Progress | Trouble:
+def hear(plans: OutstandingPlans, event: WorkerStepped, known_to_be_over: bool = False) -> Progress | Trouble:
     result = plans.on_stepped(event, lambda ref: known_to_be_over, 1.0)
     plans.check_integrity()
     return result
@@ -215,4 +213,5 @@ def test_a_plan_that_the_worker_never_saw_is_trouble_after_a_moment() -> None:
 def test_an_engine_that_hangs_is_trouble() -> None:
     plans = outstanding(DECODES)
     assert plans.on_tick(14.0) is None and isinstance(plans.on_tick(16.0), Trouble)
+    assert plans.on_tick(16.0, longest_step_s=2.0) is None and isinstance(plans.on_tick(18.0, 2.0), Trouble)
     assert OutstandingPlans(RULES, 3, 10, 0.0).on_tick(100.0) is None
