@@ -156,7 +156,7 @@ def by_vllm(folder: str, vocabulary: int, dtype: str, adapters: dict[str, str]) 
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    sizes: dict[str, Any] = {"block_size": 32, "kv_cache_memory_bytes": 64 << 20}
+    sizes: dict[str, Any] = {"block_size": 32, "kv_cache_memory_bytes": 64 << 20, "max_model_len": -1}
     if adapters:
         sizes |= {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": 16}
     llm: Any = LLM(folder, dtype=dtype, enforce_eager=True, **sizes)

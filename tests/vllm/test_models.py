@@ -30,7 +30,8 @@ def generated(folder: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name, ranks", [*((name, 1) for name in MAKERS), ("qwen2", 2)])
 def test_answers_are_those_of_vllm_alone(tmp_path: Path, name: str, ranks: int) -> None:
     make(name, tmp_path / name)
-    found = generated(tmp_path / name, str(ranks))
+    dtype = "bfloat16" if name in ("mixtral", "gpt_oss") else "float32"  # some versions fail in 32 bits
+    found = generated(tmp_path / name, str(ranks), "v1", "cpu", dtype)
     assert found["engine"] == found["vllm"]
     assert ranks > 1 or (found["again"], found["in_flight"]) == (found["vllm"], found["alone"])
     assert len({tuple(answer) for answer in found["vllm"]}) == len(found["vllm"])

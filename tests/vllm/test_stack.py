@@ -11,6 +11,7 @@ import pytest
 
 from bench.live.migrate.mover import mover
 from shared.messages.moves import MoveMode
+from tests.patience import wait_until
 from tests.stack.client import Answer, Question, assert_same
 from tests.stack.conftest import stack_of
 from tests.stack.prompts import long_questions
@@ -74,6 +75,7 @@ def test_a_restarted_worker_finds_its_disk(pair: RunningStack) -> None:
         pair.signal(name, signal.SIGTERM)
     for name, before in zip(("worker-0", "worker-1"), restarts, strict=True):
         pair.until_restarted(name, restarts=before + 1)
+    wait_until(lambda: [row["sync"] for row in pair.details("scheduler-0")["workers"]] == 2 * ["in_step"])
     again = tenant.complete(prompt)
     tenant.close()
     assert (first.cached_tokens, again.cached_tokens) == (0, 384) and again.text == first.text

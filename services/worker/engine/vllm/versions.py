@@ -3,8 +3,9 @@
 Only this module imports vLLM; a difference between versions is a row here and a line that asks `has`."""
 
 import re
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from shared.log import get_logger
 
 Version = tuple[int, int]
 OLDEST, NEWEST = (0, 26), (0, 32)
-"""The versions whose names are below; 0.28 and 0.32 are tested. A newer one is tried if it has all names."""
+"""The versions whose names are below, all tested. A newer one is tried if it has all names."""
 _LATER = (1 << 30, 0)
 _log = get_logger("worker.vllm")
 
@@ -51,6 +52,7 @@ TABLE = (
     ),
     Private("VllmConfig", "vllm.config", "use_v2_model_runner"),
     Private("CacheConfig", "vllm.config", "kv_cache_layout", since=(0, 29)),
+    Private("unify_hybrid_kv_cache_specs", "vllm.v1.core.kv_cache_utils", until=OLDEST),
     Private("get_layers_from_vllm_config", "vllm.config"),
     Private("Attention", "vllm.model_executor.layers.attention"),
     Private(
@@ -138,6 +140,22 @@ def check_object(thing: Any, name: str, runner: str) -> None:
     for row in _rows(runner):
         if row.name == name and not row.module:
             check_members(thing, name, row.members.split())
+
+
+def unify() -> None:
+    """Let layers with and without windows share one table of blocks: 0.26 refuses that where it has chosen
+    smaller blocks for the former. Later versions give all the same."""
+    for row in _rows(""):
+        if row.name == "unify_hybrid_kv_cache_specs":
+            setattr(_module(row.module), row.name, partial(_unified, part(row.name)))
+
+
+def _unified(plain: Callable[[dict[str, Any]], None], specs: dict[str, Any]) -> None:
+    """Unify the KV of all layers, by name."""
+    block_tokens = max((spec.block_size for spec in specs.values()), default=0)
+    for name, spec in specs.items():
+        specs[name] = replace(spec, block_size=block_tokens)
+    plain(specs)
 
 
 def check_members(thing: Any, name: str, members: Iterable[str]) -> None:
