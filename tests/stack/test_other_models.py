@@ -113,14 +113,14 @@ async def test_many_prompts_under_preemption(tmp_path: Path, references: list[Re
     settings = (TIGHT, "worker.pie.enabled=false", "scheduler.policy=vllm")  # it admits what will not fit
     with running_stack(tmp_path / "run", settings=settings) as stack:
         answers = await stack.client().ask_all(questions)
-        preemptions = stack.details("scheduler-0")["preemptions"]
-    assert all(answer.complete for answer in answers)
+        while not (preemptions := stack.details("scheduler-0")["preemptions"]) and len(answers) < 160:
+            answers += await stack.client().ask_all(questions)
+    rounds = len(answers) // len(questions)
     model = ReferenceModel(TINY_CHAT)
     different = [
         (answer.text, reference.text)
-        for answer, reference in zip(answers, references, strict=True)
+        for answer, reference in zip(answers, references * rounds, strict=True)
         if answer.text != reference.text and not model.is_near_tie(reference, answer.text)
     ]
-    assert different == [] and preemptions > 0
-    near_ties = sum(a.text != r.text for a, r in zip(answers, references, strict=True))
-    assert near_ties <= 1
+    assert different == [] and preemptions > 0 and all(answer.complete for answer in answers)
+    assert sum(a.text != r.text for a, r in zip(answers, references * rounds, strict=True)) <= rounds
