@@ -132,7 +132,7 @@ class OutstandingPlans:
             return Trouble(f"plan {newest.plan.seq} never reached the worker")
         return None
 
-    def on_tick(self, now_s: float, longest_step_s: float = 0.0) -> Trouble | None:
+    def on_tick(self, now_s: float, longest_step_s: float) -> Trouble | None:
         """Return Trouble if plans make no progress; a hung engine still sends heartbeats."""
         patience_s = self._rules.snapshot_patience_s + self._rules.valid_for_s + longest_step_s
         if self._plans and now_s - self._progress_s > patience_s:

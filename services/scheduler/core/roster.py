@@ -411,14 +411,8 @@ class Roster:
         return [left, GiveToShard(sequence.ref, sequence.gateway_id, shard)]
 
     def expire(self, now_s: float) -> None:
-        for record in (
-            self.tombstones,
-            self.owners,
-            self.ended,
-            self.dropped,
-            self.handed,
-            self.lost_workers,
-        ):
+        records = (self.tombstones, self.owners, self.ended, self.dropped, self.handed, self.lost_workers)
+        for record in records:
             record.expire(now_s)
 
     def check_integrity(self) -> None:

@@ -355,13 +355,12 @@ class WorkerPipeline:
         """Return the batch's chunks, and the specs of the sequences that start with them."""
         chunks, starts = [], []
         for item in batch.prefills:
-            ref, first, end, blocks = (
-                self._ref(item.key),
-                item.first_token,
-                item.end_token,
-                item.allocated_blocks,
+            ref, blocks = self._ref(item.key), item.allocated_blocks
+            chunks.append(
+                PrefillChunk(
+                    ref=ref, first_token=item.first_token, end_token=item.end_token, allocated_blocks=blocks
+                )
             )
-            chunks.append(PrefillChunk(ref=ref, first_token=first, end_token=end, allocated_blocks=blocks))
             self._decoding.pop(item.key, None)
             if item.key in self._lingering:
                 continue
@@ -378,11 +377,15 @@ class WorkerPipeline:
         return self.sequences[key].ref if lingering is None else lingering[0]
 
     def _questions(self, batch: PlannedBatch) -> list[Effect]:
-        return [
-            AskPrediction(one.ref, spec.prompt, one.max_tokens, question.generated_tokens)
+        asked = [
+            (self.sequences[question.key], question.generated_tokens)
             for question in batch.questions
             if question.key not in self._lingering
-            and (spec := (one := self.sequences[question.key]).spec) is not None
+        ]
+        return [
+            AskPrediction(sequence.ref, sequence.spec.prompt, sequence.max_tokens, generated_tokens)
+            for sequence, generated_tokens in asked
+            if sequence.spec is not None
         ]
 
     def _decode(self, key: SequenceKey) -> SequenceRef:

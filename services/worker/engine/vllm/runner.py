@@ -20,7 +20,7 @@ from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.requests import NULL_BLOCKS, StepRequests
 from services.worker.engine.vllm.steps import KvPart, Steps, StepsV1
 from services.worker.engine.vllm.steps_v2 import StepsV2, check_v2
-from services.worker.engine.vllm.versions import check_names, check_version, installed, part, require, unify
+from services.worker.engine.vllm.versions import adapt, check_names, check_version, installed, part, require
 from shared.errors import ConfigError
 
 _ENVIRONMENT = {
@@ -63,7 +63,7 @@ class VllmRunner:
             os.environ[_MODEL_RUNNER] = "1" if settings.model_runner == "v2" else "0"
         check_version()
         check_names()
-        unify()
+        adapt()
         self.version = installed()
         ranks = settings.tensor_parallel
         check_device(part("current_platform").device_type, device, ranks)

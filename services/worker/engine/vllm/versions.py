@@ -52,7 +52,7 @@ TABLE = (
     ),
     Private("VllmConfig", "vllm.config", "use_v2_model_runner"),
     Private("CacheConfig", "vllm.config", "kv_cache_layout", since=(0, 29)),
-    Private("unify_hybrid_kv_cache_specs", "vllm.v1.core.kv_cache_utils", until=OLDEST),
+    Private("unify_hybrid_kv_cache_specs", "vllm.v1.core.kv_cache_utils", until=(0, 26)),
     Private("get_layers_from_vllm_config", "vllm.config"),
     Private("Attention", "vllm.model_executor.layers.attention"),
     Private(
@@ -142,9 +142,9 @@ def check_object(thing: Any, name: str, runner: str) -> None:
             check_members(thing, name, row.members.split())
 
 
-def unify() -> None:
-    """Let layers with and without windows share one table of blocks: 0.26 refuses that where it has chosen
-    smaller blocks for the former. Later versions give all the same."""
+def adapt() -> None:
+    """Let layers with and without windows share one table of blocks in 0.26, which refuses that where it has
+    chosen smaller blocks for the former. Later versions give all the same."""
     for row in _rows(""):
         if row.name == "unify_hybrid_kv_cache_specs":
             setattr(_module(row.module), row.name, partial(_unified, part(row.name)))

@@ -47,6 +47,16 @@ def test_no_plan_expires_before_a_slow_worker_can_have_run_it(step_s: float) -> 
     assert len(world.lines("AskSnapshot")) == 1
 
 
+def test_an_idle_worker_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, request = started(1, answer_tokens=5)
+    world.until(lambda: request.over, limit_s=5.0)
+    world.run_for(0.5)
+    plans: list[float] = []
+    monkeypatch.setattr(world.core._roster.pipelines["worker-0"].policy, "plan", plans.append)
+    world.run_for(1.0)
+    assert plans == []
+
+
 def test_an_arrival_cuts_a_long_plan_short() -> None:
     world, running = started(10, answer_tokens=50, step_s=0.05)
     world.run_for(0.1)
@@ -212,6 +222,6 @@ def test_a_plan_that_the_worker_never_saw_is_trouble_after_a_moment() -> None:
 
 def test_an_engine_that_hangs_is_trouble() -> None:
     plans = outstanding(DECODES)
-    assert plans.on_tick(14.0) is None and isinstance(plans.on_tick(16.0), Trouble)
-    assert plans.on_tick(16.0, longest_step_s=2.0) is None and isinstance(plans.on_tick(18.0, 2.0), Trouble)
-    assert OutstandingPlans(RULES, 3, 10, 0.0).on_tick(100.0) is None
+    assert plans.on_tick(14.0, 0.0) is None and isinstance(plans.on_tick(16.0, 0.0), Trouble)
+    assert plans.on_tick(16.0, 2.0) is None and isinstance(plans.on_tick(18.0, 2.0), Trouble)
+    assert OutstandingPlans(RULES, 3, 10, 0.0).on_tick(100.0, 0.0) is None
