@@ -43,12 +43,7 @@ class NatsServer:
     def start(self) -> "NatsServer":
         """Returns when it accepts connections."""
         assert self._process is None, "the server is running"
-        config = self._directory / "nats.conf"
-        where = f'ports_file_dir: "{self._directory}"'
-        lines = [f'listen: "127.0.0.1:{self.port}"', where, self._extra_config]
-        if self._jetstream:
-            lines.append(f'jetstream {{ store_dir: "{self._directory / "store"}" }}')
-        config.write_text("\n".join(lines) + "\n")
+        config = self._write_config()
         with (self._directory / "nats.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [nats_server_binary(), "-c", str(config)], stdout=log, stderr=log, stdin=subprocess.DEVNULL

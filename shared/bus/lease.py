@@ -11,16 +11,19 @@ lease in a new bucket.
 
 A cluster keeps up to three replicas in files: replicas in memory would begin at that time again after all
 servers were restarted. Without a majority nobody takes or renews a lease. A new leader of the bucket is
-elected in 4 to 9 s, for which a holder keeps its role (`Lease.patience_s`); nobody else can take it then. A
-holder moves that leader off its own server, so that no single death takes both.
+elected in 4 to 9 s, for which a holder keeps its role (`Lease.patience_s`); nobody else can take it then.
+Holders keep that leader on the server with fewest of them, so that no single death takes both.
 """
 
 import asyncio
+import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import nats.errors
 import nats.js.errors
 from nats.js.api import StorageType, StreamConfig
@@ -31,11 +34,12 @@ from shared.bus.link import Link
 from shared.clock import monotonic_s, unix_s
 from shared.errors import BusUnavailable, DeadlineExceeded, InvalidMessage, KvasirError, NotLeader
 from shared.messages.base import Message, decode, encode
-from shared.messages.values import Number, OptionalId
+from shared.messages.values import Number, OptionalId, Text
 
 _log = logging.getLogger("kvasir.bus.lease")
 _CALL_TIMEOUT_S = 2.0
 _STREAM = f"KV_{subjects.LEASE_BUCKET}"
+_KEYS = f"$KV.{subjects.LEASE_BUCKET}."
 _MOST_REPLICAS = 3
 _ELECTION_S = 10.0
 """Longest time in which nats-server elects a leader among the replicas."""
@@ -48,6 +52,11 @@ class LeaseHolder(Message, frozen=True, kw_only=True):
 
     instance: OptionalId
     incarnation: Number
+    server: Text = ""
+    """That it is connected to, in a cluster."""
+
+    def is_same_as(self, other: "LeaseHolder") -> bool:
+        return (self.instance, self.incarnation) == (other.instance, other.incarnation)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class LeaseStore:
 
     async def write(self, role: str, holder: LeaseHolder, *, last: int) -> int | None:
         """Return the new revision, or None if the current one is not `last` (0: no such key)."""
+        if self.replicas > 1:
+            holder = msgspec.structs.replace(holder, server=self._link.server_name)
         return await self._call(self._write(role, encode(holder), last))
 
     async def _read(self, role: str) -> _Entry | None:
@@ -87,16 +98,26 @@ class LeaseStore:
             return None
 
     async def move_leader(self) -> None:
-        """Move the leader of the replicas off the server that this process is connected to."""
+        """Move the leader of the replicas off this process's server, if another one has fewer holders."""
         if self.replicas > 1:
             await self._call(self._move_leader())
 
     async def _move_leader(self) -> None:
-        client = self._link.client
-        info = await client.jetstream(timeout=_CALL_TIMEOUT_S).stream_info(_STREAM)
-        if info.cluster and info.cluster.leader == client._server_info.get("server_name"):
-            subject = f"$JS.API.STREAM.LEADER.STEPDOWN.{_STREAM}"
-            await client.request(subject, timeout=_CALL_TIMEOUT_S)
+        client, own = self._link.client, self._link.server_name
+        context = client.jetstream(timeout=_CALL_TIMEOUT_S)
+        info = await context.stream_info(_STREAM, subjects_filter=f"{_KEYS}>")
+        if info.cluster is None or info.cluster.leader != own:
+            return
+        holders = Counter[str]()
+        for subject in info.state.subjects or ():
+            entry = await self._read(subject.removeprefix(_KEYS))
+            if entry and entry.holder.instance:
+                holders[entry.holder.server] += 1
+        others = [str(peer.name) for peer in info.cluster.replicas or () if peer.current]
+        best = min(others, key=lambda name: holders[name], default=own)
+        if holders[best] < holders[own]:
+            where = json.dumps({"placement": {"preferred": best}}).encode()
+            await client.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{_STREAM}", where, timeout=_CALL_TIMEOUT_S)
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`. Raise BusUnavailable (also if the connection is lost), DeadlineExceeded, or
@@ -138,8 +159,6 @@ class Lease:
         self.epoch = revision
         self._revision = revision
         self._store = store
-        self._is_apart = False
-        """The leader of the replicas is on another server, as far as known."""
 
     @property
     def patience_s(self) -> float:
@@ -149,11 +168,11 @@ class Lease:
     async def renew(self) -> None:
         """Renew the lease; call it several times per `ttl_s`. Raise NotLeader if another instance took the
         role. Raise BusUnavailable or DeadlineExceeded if the store does not answer."""
-        is_apart, self._is_apart = self._is_apart, False
         await self._renew()
-        if not is_apart:
+        try:
             await self._store.move_leader()
-        self._is_apart = True
+        except (BusUnavailable, DeadlineExceeded) as error:
+            _log.warning("the bucket's leader may be on the same server as the role %s: %s", self.role, error)
 
     async def _renew(self) -> None:
         revision = await self._store.write(self.role, self.holder, last=self._revision)
@@ -162,7 +181,7 @@ class Lease:
             if entry is None:  # the server was restarted
                 revision = await self._store.write(self.role, self.holder, last=0)
                 entry = None if revision else await self._store.read(self.role)
-            elif entry.holder == self.holder:  # only the earlier reply was lost
+            elif entry.holder.is_same_as(self.holder):  # only the earlier reply was lost
                 revision = await self._store.write(self.role, self.holder, last=entry.revision)
             if revision is None:
                 taker = entry.holder.instance if entry else ""
@@ -250,7 +269,7 @@ async def acquire(
 def _is_takeable(held_by: LeaseHolder, wanted_by: LeaseHolder, *, is_new: bool) -> bool:
     """Return True if the role is released, held by this process, or by an earlier run of this instance. For a
     process that was frozen, the other run is a later one; `is_new` is then False."""
-    if not held_by.instance or held_by == wanted_by:
+    if not held_by.instance or held_by.is_same_as(wanted_by):
         return True
     return is_new and held_by.instance == wanted_by.instance
 

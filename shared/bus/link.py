@@ -210,6 +210,10 @@ class Link:
         return self._config.url if current is None else current.geturl()
 
     @property
+    def server_name(self) -> str:
+        return str(self.client._server_info.get("server_name", ""))
+
+    @property
     def connected(self) -> bool:
         return self._up.is_set() and self._client is not None and self._client.is_connected
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import combinations, count
+from types import SimpleNamespace
 from typing import Any
 
 import nats.js.errors
@@ -379,10 +380,19 @@ class Server:
         self.bus.on_put(key, value, revision)
         return revision
 
-    def step_down(self, name: str) -> None:
-        others = [each for each in self.routes if self.reaches(each)]
-        if others:
-            self.bus.lead(self.bucket(name), self.world.random.choice(others))
+    def info(self, name: str, subjects_filter: str) -> SimpleNamespace:
+        replicas = [SimpleNamespace(name=each.name, current=self.reaches(each)) for each in self.routes]
+        keys = {subjects_filter.replace(">", key): 1 for key in self.bucket(name).values}
+        return SimpleNamespace(
+            cluster=SimpleNamespace(leader=self.name, replicas=replicas), state=SimpleNamespace(subjects=keys)
+        )
+
+    def step_down(self, name: str, to: str) -> None:
+        """If this server leads, and reaches the one that is to lead."""
+        bucket = self.bucket(name)
+        for each in self.routes:
+            if each.name == to and bucket.leader is self and self.reaches(each):
+                self.bus.lead(bucket, each)
 
     # --- faults
 

@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import ParseResult, urlparse
 
@@ -172,10 +172,10 @@ class VirtualClient:
             wire.up(lambda: ask(server, tell), is_kept=True)
         return await answer
 
-    async def request(self, subject: str, timeout: float) -> None:
+    async def request(self, subject: str, payload: bytes, timeout: float) -> None:
         """The one that leases make without a reply's content: the bucket's leader steps down."""
-        name = subject.rpartition(".KV_")[2]
-        await self.jetstream(timeout).call(name, lambda server: server.step_down(name))
+        name, to = subject.rpartition(".KV_")[2], json.loads(payload)["placement"]["preferred"]
+        await self.jetstream(timeout).call(name, lambda server: server.step_down(name, to))
 
     async def drain(self) -> None:
         """Close once what the server has sent is handled."""
@@ -278,10 +278,9 @@ class _JetStream:
         await self.call(bucket, lambda server: server.bucket(bucket))
         return _KeyValue(self, bucket)
 
-    async def stream_info(self, stream: str) -> Any:
+    async def stream_info(self, stream: str, subjects_filter: str) -> Any:
         name = stream.removeprefix("KV_")
-        leader = await self.call(name, lambda server: server.name)
-        return SimpleNamespace(cluster=SimpleNamespace(leader=leader))
+        return await self.call(name, lambda server: server.info(name, subjects_filter))
 
     async def add_stream(self, config: StreamConfig) -> None:
         """A bucket, unless another process was faster."""

@@ -1,14 +1,16 @@
 """nats-servers as `up --nats-cluster 3` starts them: leases outlive them, all know departures."""
 
 import asyncio
+import json
 import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import nats.errors
 import pytest
 from nats.js.api import StreamInfo
 from pydantic import ValidationError
@@ -66,7 +68,7 @@ class Servers:
 async def cluster(folder: Path, *, tls: bool) -> AsyncIterator[Servers]:
     run = RunDirectory(folder)
     run.create()
-    servers = Servers(run, StackConfig(nats_cluster=3, tls=tls))
+    servers = Servers(run, StackConfig(nats_cluster=3, schedulers=2, tls=tls))
     try:
         servers.start(*servers.names)
         await servers.until_whole()
@@ -84,7 +86,10 @@ async def renewed(lease: Lease) -> None:
 
 
 async def bucket(bus: Bus) -> StreamInfo:
-    return await bus._link.client.jetstream(timeout=5).stream_info(f"KV_{LEASE_BUCKET}")
+    """Nobody answers while it has no leader."""
+    while True:
+        with suppress(nats.errors.TimeoutError):
+            return await bus._link.client.jetstream(timeout=0.5).stream_info(f"KV_{LEASE_BUCKET}")
 
 
 async def leader(bus: Bus) -> str | None:
@@ -112,7 +117,7 @@ async def test_epochs_grow_over_the_deaths_of_all_servers(tmp_path: Path, tls: b
         info = await bucket(bus)
         assert (info.config.num_replicas, info.config.storage) == (3, "file")
         await renewed(lease)
-        assert await leader(bus) != bus._link.client._server_info["server_name"], "it moves off"
+        assert await leader(bus) != bus._link.server_name, "it moves off"
         for name in servers.names:
             await servers.kill(name)
             await until(lambda: bus.connected)
@@ -128,6 +133,33 @@ async def test_epochs_grow_over_the_deaths_of_all_servers(tmp_path: Path, tls: b
         again = await servers.bus("scheduler-0")
         assert (await again.acquire_lease("scheduler", ttl_s=1.0)).epoch > last
         await again.close()
+
+
+async def test_the_buckets_leader_stays_where_no_holder_is(tmp_path: Path) -> None:
+    """Wherever it is elected."""
+    async with cluster(tmp_path / "run", tls=False) as servers, asyncio.timeout(STACK_PATIENCE_S):
+        buses = [await servers.bus(name) for name in ("scheduler-0", "scheduler-1")]
+        taken = [bus._link.server_name for bus in buses]
+        (free,) = {"kvasir-0", "kvasir-1", "kvasir-2"} - set(taken)
+        leases = [await buses[0].acquire_lease("scheduler", ttl_s=60.0)]
+        leases.append(await buses[1].acquire_lease("scheduler.1", ttl_s=60.0))
+        for elected in (*taken, free):
+            await all_current(buses[0])
+            await buses[0]._link.client.request(
+                f"$JS.API.STREAM.LEADER.STEPDOWN.KV_{LEASE_BUCKET}",
+                json.dumps({"placement": {"preferred": elected}}).encode(),
+            )
+            await until_leader(buses[0], elected)
+            for lease in leases * 2:
+                await renewed(lease)
+            await until_leader(buses[0], free)
+        for bus in buses:
+            await bus.close()
+
+
+async def until_leader(bus: Bus, name: str) -> None:
+    while await leader(bus) != name:
+        await asyncio.sleep(0.05)
 
 
 async def test_departures_are_known_at_every_server(tmp_path: Path) -> None:
