@@ -52,7 +52,7 @@ class SchedulerConfig(ServiceConfig):
         le=MOST_SHARDS,
         description="parts of the fleet, each led by one scheduler; the same number for all",
     )
-    tick_s: float = Field(default=0.02, gt=0, le=0.25, description="interval of the clock's events")
+    tick_s: float = Field(default=0.05, gt=0, le=0.25, description="interval of the clock's events")
     relief: bool = Field(
         default=True, description="where a worker's memory runs out, take the cheapest way to free some"
     )

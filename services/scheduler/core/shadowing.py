@@ -28,7 +28,7 @@ _ASIDE_S = 5.0
 _REST = 3.0
 """Pause of a source after an order, as a multiple of the order's duration."""
 _RUNNING = frozenset({SequenceState.PREFILLING, SequenceState.DECODING})
-_MOST_LOOKS = 8
+_MOST_LOOKS = 20
 """Workers checked in one tick."""
 _MOST_KEEPERS, _MOST_ASIDE = 8, 32
 """Maximum keepers of one worker, and number of following workers searched for them."""
@@ -121,8 +121,8 @@ class Shadowing:
         """All workers at the start of the current round."""
         self._next = 0
         """Index of the next worker in `_ring`."""
-        self._look_s: dict[str, float] = {}
-        """By source: time of the next check."""
+        self._looked: dict[str, tuple[float, WorkerReported | None]] = {}
+        """By source: time of the next check, and the report in which the last one found none to copy."""
         self._aside_s: dict[tuple[int, str], float] = {}
         """By source incarnation and keeper: time until which no order follows a failure."""
         self.done = 0
@@ -143,8 +143,11 @@ class Shadowing:
                 self._ring, self._next = list(self._roster.pipelines), 0
             at, self._next = self._next, self._next + 1
             pipeline = self._roster.in_step(self._ring[at])
-            if pipeline is not None and now_s >= self._look_s.get(pipeline.worker_id, now_s):
-                self._look_s[pipeline.worker_id] = now_s + INTERVAL_S
+            if pipeline is None:
+                continue
+            next_s, seen = self._looked.get(pipeline.worker_id, (now_s, None))
+            if now_s >= next_s and pipeline.report is not seen:
+                self._looked[pipeline.worker_id] = (now_s + INTERVAL_S, None)
                 effects += self._look(pipeline, at, now_s)
         return effects
 
@@ -185,7 +188,7 @@ class Shadowing:
         self._shadows = {key: one for key, one in self._shadows.items() if key in known}
         self._aside_s = {pair: until_s for pair, until_s in self._aside_s.items() if until_s > now_s}
         pipelines = self._roster.pipelines
-        self._look_s = {name: at_s for name, at_s in self._look_s.items() if name in pipelines}
+        self._looked = {name: looked for name, looked in self._looked.items() if name in pipelines}
 
     def describe(self) -> dict[str, int]:
         """Return counts, for people."""
@@ -213,10 +216,17 @@ class Shadowing:
         least_tokens = self._from_s * source.prefill_tokens_per_s
         if not least_tokens or not source.kv_block_bytes:
             return []
-        found = [
-            (missing, sequence, listed)
+        running = [
+            listed
             for listed in source.sequences
             if listed.computed_tokens >= least_tokens and listed.state in _RUNNING and listed.gateway_id
+        ]
+        if not running:
+            self._looked[source.worker_id] = (now_s + INTERVAL_S, source)
+            return []
+        found = [
+            (missing, sequence, listed)
+            for listed in running
             if (sequence := self._roster.find(listed.ref)) is not None and sequence.spec is not None
             if (missing := self._missing(sequence, listed, source, now_s)) is not None
         ]
@@ -334,4 +344,4 @@ class Shadowing:
         self._sources.discard(order.source)
         self._keepers.discard(order.keeper)
         rest_s = _REST * (now_s - order.began_s)
-        self._look_s[order.source] = now_s + min(rest_s, INTERVAL_S)
+        self._looked[order.source] = (now_s + min(rest_s, INTERVAL_S), None)

@@ -218,10 +218,10 @@ def test_a_tick_costs_the_same_however_many_workers_there_are(monkeypatch: pytes
     for _ in range(3):
         del compared[:]
         fleet.tick()
-        assert 0 < len(compared) <= 8 and max(compared) <= 8
+        assert 0 < len(compared) <= shadowing._MOST_LOOKS and max(compared) <= 8
     for _ in range(60):
         fleet.tick()
-    assert len(fleet.shadowing._look_s) == 400, "each has had its turn"
+    assert len(fleet.shadowing._looked) == 400, "each has had its turn"
 
 
 def test_a_worker_is_linked_with_few_others() -> None:
