@@ -57,13 +57,14 @@ class PeerCache:
             time.sleep(pause_s)
         return found
 
-    def until(self, condition: str, wanted: int = 1) -> str:
-        """The worker whose status says so many of that at least."""
+    def until(self, condition: str, wanted: int = 1, asking: tuple[list[int], ...] = ()) -> str:
+        """The worker whose status says so many of that at least, while these prompts are asked."""
         deadline_s = time.monotonic() + STACK_PATIENCE_S
         while time.monotonic() < deadline_s:
             for name in ("worker-0", "worker-1"):
                 if int(self.details(name).get(condition, 0)) >= wanted:
                     return name
+            self.ask([*asking], pause_s=0.1)
             time.sleep(0.2)
         raise AssertionError(f"no worker has {condition}\n{self.stack.logs()}")
 
@@ -82,7 +83,7 @@ class PeerCache:
         """More than fits: what has to leave the host is at the other worker then."""
         prompts = self.prompts(seed)
         answers = self.ask(prompts[: PROMPTS // 2])
-        self.until("cache_borrowed_blocks")
+        self.until("cache_borrowed_blocks", asking=(*prompts[: PROMPTS // 2],))
         answers += self.ask(prompts[PROMPTS // 2 :], pause_s=0.1)
         debtor = self.until("peer_blocks", PROMPTS * PROMPT_BLOCKS // 4)
         return Filled(answers, debtor, "worker-1" if debtor == "worker-0" else "worker-0")
@@ -138,9 +139,8 @@ def check_a_killed_creditor(cache: PeerCache) -> None:
     again = cache.ask(cache.prompts(2))
     assert texts(again) == texts(filled.answers) and cache.until("cache_lost_blocks") == filled.debtor
     cache.stack.until_restarted(filled.creditor, restarts=restarts + 1)
-    once_more = cache.ask(cache.prompts(2), pause_s=0.1)
-    assert texts(once_more) == texts(filled.answers)
-    cache.until("cache_borrowed_blocks")
+    assert texts(cache.ask(cache.prompts(2), pause_s=0.1)) == texts(filled.answers)
+    cache.until("cache_borrowed_blocks", asking=(*cache.prompts(2),))
 
 
 async def test_a_hit_from_another_workers_host_memory_has_the_same_text(cache: PeerCache) -> None:
