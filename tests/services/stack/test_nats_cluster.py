@@ -86,7 +86,7 @@ async def renewed(lease: Lease) -> None:
 
 
 async def bucket(bus: Bus) -> StreamInfo:
-    """Nobody answers while it has no leader."""
+    """Servers answer only while the bucket has a leader."""
     while True:
         with suppress(nats.errors.TimeoutError):
             return await bus._link.client.jetstream(timeout=0.5).stream_info(f"KV_{LEASE_BUCKET}")
