@@ -66,7 +66,8 @@ class PeerCache:
                     return name
             self.ask([*asking], pause_s=0.1)
             time.sleep(0.2)
-        raise AssertionError(f"no worker has {condition}\n{self.stack.logs()}")
+        told = [self.details(name) for name in ("worker-0", "worker-1")]
+        raise AssertionError(f"no worker has {condition}: {told}\n{self.stack.logs()}")
 
     def details(self, name: str) -> dict[str, Any]:
         """Nothing of one that is being started anew."""

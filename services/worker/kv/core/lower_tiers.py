@@ -77,8 +77,8 @@ _ASKED_SHARE = 8
 
 
 class PeerKeeping(WriteBehind):
-    """The peer tier: host memory lent by other workers, used once the own fills up. A block lost with its
-    creditor is a miss. The tier is neither filled nor enlarged while it is slower than computing."""
+    """The peer tier: host memory lent by other workers, used once the own fills up. Neither filled nor
+    enlarged while slower than computing; timed anew once nothing is lent. A lost block is a miss."""
 
     def __init__(self, books: Inventory, mover: BlockMover, gate: CostGate) -> None:
         super().__init__(books, mover, Tier.PEER)
@@ -95,9 +95,9 @@ class PeerKeeping(WriteBehind):
 
     def admit(self, places: Iterable[int], block_s: float = 0.0) -> None:
         """Add lent slots; no number is used twice. `block_s`: measured time per block; 0: unknown."""
-        self.slots.admit(places)
-        if not self._gate.block_s(Tier.PEER):
+        if not self.slots.total or not self._gate.block_s(Tier.PEER):
             self._gate.profile(Tier.PEER, block_s)
+        self.slots.admit(places)
 
     def searched(self, *, found: bool) -> None:
         """Note the result of a search for more slots. Without more, new blocks replace old ones."""
@@ -124,7 +124,7 @@ class PeerKeeping(WriteBehind):
         host = self._books.host
         if host.free > host.total // _FILLING_SHARE:
             return False
-        return self._gate.cheapest((PEERS, DROPPED)) is PEERS
+        return not self.slots.total or self._gate.cheapest((PEERS, DROPPED)) is PEERS
 
 
 class LowerTiers:

@@ -187,6 +187,17 @@ def test_a_tier_slower_than_computing_is_neither_filled_nor_enlarged(rig: Rig) -
     assert rig.cache.peers.wanted_blocks() == rig.cache.peers.start(4) == 0
 
 
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_tier_that_was_slow_once_is_timed_again_when_nothing_is_lent(rig: Rig, is_dead: bool) -> None:
+    """All of it was returned, or its creditor died."""
+    full(rig).cache.gate.on_prefilled(10, 0.05)
+    rig.cache.peers.admit(range(2), 0.01)
+    rig.cache.peers.lose([0, 1]) if is_dead else rig.cache.peers.retire()
+    assert rig.cache.peers.wanted_blocks() > 0
+    rig.cache.peers.admit(range(2, 4), 0.001)
+    assert rig.cache.peers.start(2) == 2
+
+
 def test_a_link_is_as_fast_as_it_was_timed_until_a_block_came_over_it(rig: Rig) -> None:
     rig.cache.peers.admit(range(2), 0.01)
     assert rig.cache.gate.block_s(Tier.PEER) == 0.01
