@@ -271,10 +271,11 @@ class FirstComePolicy(ABC):
                 insort(self._running, job, key=self._rank)
                 job.stage = JobStage.PREFILLING
             self._table.hold(job, job.own_blocks)
-        if waits or batch.prefills or batch.preemptions:
+        if batch.prefills or batch.preemptions:
             return batch.build(1)
-        missing = max([job.missing_tokens for job in batch.decodes.values()])
-        return batch.build(batch.steps_that_fit(min(self._settings.max_steps, missing)))
+        missing = [job.missing_tokens for job in batch.decodes.values()]
+        most = min(self._speeds.unseen_steps, *missing) if waits else max(missing)
+        return batch.build(batch.steps_that_fit(min(self._settings.max_steps, most)))
 
 
 class VllmPolicy(FirstComePolicy):

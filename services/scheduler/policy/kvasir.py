@@ -34,8 +34,6 @@ _LATE = 4.0
 _DEFAULTS = {"pad": 0.0, "reserve_ratio": 0.01}
 """Defaults that differ from the paper's: nothing is allocated ahead, so no padding is needed."""
 OPTIONS = ("default_tokens", "length", "pad", "passing_share", "reserve_ratio", "slo_scale")
-_UNSEEN_S = 0.02
-"""Longest time, in seconds, for which room from an unexpected end may stay unused."""
 _SHEDDABLE_PRIORITY = least_priority(CLASS_LEVELS[ServiceClass.SHEDDABLE])
 """Tasks of this priority or more are sheddable."""
 _LEFT_SHARE = 0.25
@@ -239,8 +237,7 @@ class KvasirPolicy(TwoQueuePolicy):
         return (job.end_tokens - job.computed_tokens for job in jobs)
 
     def _steps_beside_waiting(self) -> int:
-        """Return how many steps to plan at once beside prompts that do not fit; an arrival may cut them."""
-        return int(_UNSEEN_S / self._speeds.decode_step_s)
+        return self._speeds.unseen_steps
 
     def _usage(self) -> UsageProfile:
         """Return this plan's profile. A sequence in prefill counts as if prefill were complete."""

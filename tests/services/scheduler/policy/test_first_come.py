@@ -44,6 +44,20 @@ def test_plans_reach_ahead_only_while_nothing_can_change(make_policy: PolicyFact
 
 
 @both
+@pytest.mark.parametrize(("step_s", "max_tokens", "steps"), [(0.005, 20, 4), (0.005, 3, 2), (0.05, 20, 1)])
+def test_beside_a_prompt_that_does_not_fit_room_is_unused_for_a_moment_at_most(
+    make_policy: PolicyFactory, step_s: float, max_tokens: int, steps: int
+) -> None:
+    policy = make_policy(WorkerShape(BLOCK_TOKENS, 64 // BLOCK_TOKENS), PolicySettings(max_steps=8))
+    policy.on_measured(4000.0, step_s, 0.0)
+    held = Holding(30, -(-30 // BLOCK_TOKENS), decoding=True)
+    policy.on_adopted(Task(("a", 0), 30, max_tokens, 0.0, generated_tokens=1), held, 0.0)
+    policy.on_arrival(Task(("b", 0), 50, 10, 0.0), 0.0)
+    batch = policy.plan(0.0)
+    assert batch is not None and (batch.steps, len(batch.decodes)) == (steps, 1)
+
+
+@both
 def test_a_long_prompt_is_cut_to_the_budget_that_decodes_leave(make_policy: PolicyFactory) -> None:
     bench = rig(make_policy, PolicySettings(token_budget=16), blocks=64, lag=0)
     bench.arrive("a", 4, 30, 30)
