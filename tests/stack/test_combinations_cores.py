@@ -16,9 +16,9 @@ from services.gateway.core.stream import StreamPhase
 from tests.stack.actors import Wanted
 from tests.stack.mixed_world import BLOCKS, LENDS, OFF_DEFAULT, PAIRS, Element, MixedWorld, Parts, name_of
 
-SLOW_ALONE = set("ecoserve ecoserve_d ecoserve_sd ecoserve_sdo multires orca sync_coupled".split())
+SLOW_ALONE = set("ecoserve ecoserve_d ecoserve_sd ecoserve_sdo".split())
 """Batching policies that by themselves are below `LEAST` of the default, as the scheduler's README says."""
-NEARLY_SLOW = {"ecoserve_profile", "fastserve", "srtf"}
+NEARLY_SLOW = {"ecoserve_profile", "fastserve"}
 """Alone about 0.8 of the default."""
 BELOW: dict[tuple[Element, Element], float] = {
     (("policy", "ecoserve"), LENDS): 0.65,
@@ -72,8 +72,7 @@ def is_slow(one: Element) -> bool:
 @pytest.mark.parametrize("element", OFF_DEFAULT, ids=lambda one: name_of([one]))
 def test_alone(element: Element) -> None:
     longs = element[0] == "lends"
-    alone = tokens_per_s(element, longs=longs)
-    has_been_slow = alone < LEAST * tokens_per_s(longs=False)
+    has_been_slow = tokens_per_s(element, longs=longs) < LEAST * tokens_per_s(longs=False)
     is_known = has_been_slow == (element[1] in SLOW_ALONE) or element[1] in NEARLY_SLOW
     assert longs or is_known, "what is slow alone is written down, and no more"
 

@@ -18,6 +18,7 @@ from shared.bus import Bus
 from shared.config import ENV_PREFIX
 from shared.errors import KvasirError
 from shared.messages.commands import CreditorCandidates, FindCreditors
+from tests.patience import until
 from tests.stack.running import ROOT, RunningStack, running_stack
 from tests.stack.test_settling import SETTINGS, Asking, mutual_need, questions, texts
 from tests.stack.watch import Seen, Watch, bus_access, nobody_owes, watching
@@ -117,8 +118,8 @@ async def test_settling_is_taken_over_and_questions_are_answered_all_along(stack
                 assert settled(await watch.ask("ledger", 2), "ledger-1") == 0, "one of them settles"
                 first.send_signal(signal.SIGKILL)
                 answered = debtor.answered
+                await until(lambda: debtor.answered > answered + 10)
                 await until_leads(watch, "ledger-1", 1)
-                assert debtor.answered > answered + 10
                 await watch.until(lambda seen: settled(seen, "ledger-1") >= 1, service="ledger", expected=1)
                 with ledger(stack, "ledger-0"):
                     await until_leads(watch, "ledger-0", 2)
