@@ -128,7 +128,8 @@ def _mend_bounds(done: dict[str, Any], where: str) -> None:
             if sign * value > LARGEST:
                 reason = f"no answer is beyond ±{LARGEST}, so {name} {_written(value)} leaves none"
                 raise _Refused(_at(where, name), f"{reason}: write such a number as a string of digits")
-            inner = _inner(value, sign, is_exclusive=is_old or name == exclusive)
+            is_text = done.get("type") != "integer"
+            inner = _inner(value, sign, is_exclusive=is_old or name == exclusive, is_text=is_text)
             del done[name]
             done.pop(exclusive if is_old else "", None)
             other = done.get(side)
@@ -143,14 +144,16 @@ def _mend_bounds(done: dict[str, Any], where: str) -> None:
         raise _Refused(_at(where, "minimum"), reason)
 
 
-def _inner(value: Any, sign: int, *, is_exclusive: bool) -> int | float:
-    """Return the bound, or the next double on its allowed side."""
+def _inner(value: Any, sign: int, *, is_exclusive: bool, is_text: bool) -> int | float:
+    """Return the bound, or the next double on its allowed side; `is_text`: by its shortest text, too."""
     if abs(value) < 1:
         return sign * float(_SMALLEST) if sign * value > 0 else 0
     if sign * value < -LARGEST:
         return -sign * LARGEST
     found = float(value)
     if sign * found < sign * value or is_exclusive:
+        found = nextafter(found, sign * inf)
+    while is_text and sign * Fraction(repr(found)) < sign * value:
         found = nextafter(found, sign * inf)
     if sign * found > LARGEST:
         return sign * LARGEST + sign  # no value is inside

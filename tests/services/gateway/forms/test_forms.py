@@ -13,7 +13,7 @@ import jsonschema
 import numpy as np
 import pytest
 import pytest_asyncio
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.forms.checks import DANGEROUS, MOST_WAITING_OF_A_KEY, CheckQueue, GrammarChecks
@@ -227,6 +227,8 @@ bounds = st.one_of(st.sampled_from(BORDERS), st.integers(-(2**64), 2**64))
 
 
 @settings(max_examples=60)
+@example({"minimum": LARGEST, "maximum": LARGEST}, "number", 0)
+@example({"minimum": -LARGEST, "maximum": -LARGEST}, "number", 0)
 @given(
     st.dictionaries(
         st.sampled_from(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]), bounds, min_size=1
