@@ -259,6 +259,8 @@ class SimWorker:
         for held in ended:
             self.books.end(held)
             self.policy.on_ended(held.record.request.key, now_s, held.generated_tokens)
+        if ended and len(self.books.held) + len(ended) > len(running.decodes) + len(prompts):
+            self.is_urgent = True  # a request waits for the room
         if self._is_left:
             self._let_go(running, now_s)
         running.steps_done += steps

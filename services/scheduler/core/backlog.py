@@ -91,6 +91,10 @@ class Feed:
         crowds = tuple(map(self._crowd, named))
         return WaitingAhead(places=self._places, crowds=crowds, only=tuple(only), closed=tuple(closed))
 
+    def has_waiting(self, worker_id: str) -> bool:
+        """Return whether any request waits at the worker."""
+        return bool(self._at.get(worker_id))
+
     def waiting(self, worker_id: str) -> frozenset[SequenceKey]:
         """Return the keys that wait at the worker."""
         return frozenset(self._at.get(worker_id, ()))

@@ -244,11 +244,13 @@ class WorkerPipeline:
             self.feed.add(self.worker_id, sequence.ref.key, sequence.rank, tokens)
 
     def end(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
-        """Remove a sequence. `answer_tokens`: length of an answer that was not stopped from outside."""
+        """Remove a sequence, whose room may cut a long plan short where others wait. `answer_tokens`: length
+        of an answer that was not stopped from outside."""
         if self.policy is not None:
             self.policy.on_ended(key, now_s, answer_tokens)
             self._decoding.pop(key, None)
             self.feed.discard(self.worker_id, key)
+            self._urgent = self._urgent or self.feed.has_waiting(self.worker_id)
             self.touch()
 
     def predict(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:

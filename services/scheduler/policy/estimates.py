@@ -142,8 +142,6 @@ class LengthEstimates:
 _SPEED_WEIGHT = 0.2
 _PREFILL_TOKENS_PER_S = 4000.0
 _STEP_S = 0.025
-_UNSEEN_S = 0.02
-"""Longest time, in seconds, for which room from an unexpected end may stay unused."""
 _MEMORY_TOKENS = 16_384
 
 
@@ -158,11 +156,6 @@ class WorkerSpeeds:
     def are_measured(self) -> bool:
         """Whether both speeds are measured."""
         return None not in self._measured
-
-    @property
-    def unseen_steps(self) -> int:
-        """How many steps to plan at once beside prompts that do not fit; an arrival may cut them."""
-        return max(1, int(_UNSEEN_S / self.decode_step_s))
 
     def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float) -> None:
         """Record measured speeds; 0 means not measured."""

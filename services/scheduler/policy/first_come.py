@@ -274,7 +274,7 @@ class FirstComePolicy(ABC):
         if batch.prefills or batch.preemptions:
             return batch.build(1)
         missing = [job.missing_tokens for job in batch.decodes.values()]
-        most = min(self._speeds.unseen_steps, *missing) if waits else max(missing)
+        most = min(missing) if waits else max(missing)
         return batch.build(batch.steps_that_fit(min(self._settings.max_steps, most)))
 
 

@@ -236,9 +236,6 @@ class KvasirPolicy(TwoQueuePolicy):
     def _rooms(self, jobs: Iterable[Job]) -> Iterator[int]:
         return (job.end_tokens - job.computed_tokens for job in jobs)
 
-    def _steps_beside_waiting(self) -> int:
-        return self._speeds.unseen_steps
-
     def _usage(self) -> UsageProfile:
         """Return this plan's profile. A sequence in prefill counts as if prefill were complete."""
         if self._profile is None:

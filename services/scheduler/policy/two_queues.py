@@ -307,8 +307,6 @@ class TwoQueuePolicy(ABC):
             return 1
         waits = self._next_prompt() is not None
         steps = self._settings.max_steps
-        if waits:
-            steps = min(steps, self._steps_beside_waiting())
         if steps <= 1:
             return 1
         most = 0
@@ -324,10 +322,6 @@ class TwoQueuePolicy(ABC):
             if steps <= 1:
                 return 1
         return batch.steps_that_fit(min(steps, most))
-
-    def _steps_beside_waiting(self) -> int:
-        """Return the step limit while prompts wait that do not fit."""
-        return 1
 
     def _rooms(self, jobs: Iterable[Job]) -> Iterator[int]:
         """Yield the tokens until each job needs blocks or a new check."""

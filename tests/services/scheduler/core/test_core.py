@@ -190,7 +190,7 @@ def test_an_event_costs_the_same_however_many_other_workers_there_are(monkeypatc
 def test_visiting_changed_pipelines_makes_the_same_plans_as_visiting_all(monkeypatch: MonkeyPatch) -> None:
     def plans() -> list[str]:
         world = small_world(3, workers=4, kv_blocks=24, loss=0.01)
-        for number in range(24):
+        for number in range(36):
             world.ask_for(f"r{number}", 5 + number, 10 + number, 50)
         world.until(lambda: not world.unfinished(), limit_s=60.0)
         return world.lines("SendPlan") + world.lines("AskPlacement")

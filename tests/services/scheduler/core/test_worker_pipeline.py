@@ -70,6 +70,23 @@ def test_an_arrival_cuts_a_long_plan_short() -> None:
     assert len(world.lines("AskSnapshot")) == 1
 
 
+@pytest.mark.parametrize("answer_tokens", range(20, 28))
+def test_an_end_cuts_a_long_plan_short_where_a_prompt_waits_for_its_room(answer_tokens: int) -> None:
+    world, running = started(2, answer_tokens=150, step_s=0.05, kv_blocks=64)
+    short = world.ask_for("b", prompt_tokens=190, answer_tokens=answer_tokens, max_tokens=50)
+    world.until(lambda: len(short.tokens) >= 2, limit_s=5.0)
+    waiting = world.ask_for("c", prompt_tokens=60, answer_tokens=5, max_tokens=5)
+    world.until(lambda: short.over, limit_s=5.0)
+    ended_s = world.now_s
+    assert not waiting.tokens
+    world.until(lambda: len(waiting.tokens) >= 1, limit_s=5.0)
+    assert world.now_s - ended_s < 4 * 0.05
+    assert any("supersedes=True" in plan for plan in world.lines("SendPlan"))
+    world.until(lambda: running.over and waiting.over, limit_s=20.0)
+    assert (running.tokens, waiting.tokens) == (running.expected, waiting.expected)
+    assert len(world.lines("AskSnapshot")) == 1
+
+
 def test_a_start_is_confirmed_by_the_first_step_of_its_plan() -> None:
     world = small_world(workers=1)
     request = world.ask_for("a", prompt_tokens=4, answer_tokens=20, max_tokens=20)
