@@ -153,29 +153,31 @@ async def test_each_moves_by_what_was_asked(simulated: RunningStack) -> None:
             await asyncio.sleep(0.05)
 
     watching = asyncio.create_task(watch())
-    first = await simulated.client().ask_all(questions)
-    again = await simulated.client().ask_all(questions)
+    answers = await simulated.client().ask_all(questions)
+    while len(answers) < 2 * STREAMS or not (most["num_requests_waiting"] or len(answers) > 9 * STREAMS):
+        answers += await simulated.client().ask_all(questions)
     watching.cancel()
-    assert all(answer.complete for answer in (*first, *again))
-    tokens = sum(answer.completion_tokens for answer in (*first, *again))
+    count = len(answers)
+    assert all(answer.complete for answer in answers)
+    tokens = sum(answer.completion_tokens for answer in answers)
     await asyncio.sleep(1.5)  # the scheduler's next announcement
     after = await asyncio.to_thread(read, simulated)
     moved = {name: value - before.get(name, 0.0) for name, value in after.items()}
     assert moved["generation_tokens_total"] == moved["request_generation_tokens_sum"] == tokens
     assert moved["prompt_tokens_total"] == moved["prefix_cache_queries_total"]
     assert 0 < moved["prefix_cache_hits_total"] < moved["prefix_cache_queries_total"]
-    assert moved["request_success_total stop"] + moved["request_success_total length"] == 2 * STREAMS
-    assert moved["request_params_max_tokens_sum"] == 2 * STREAMS * 150
+    assert moved["request_success_total stop"] + moved["request_success_total length"] == count
+    assert moved["request_params_max_tokens_sum"] == count * 150
     for name in HISTOGRAMS:
         assert moved[f"{name}_count"] > 0, name
         assert moved[f"{name}_sum"] > 0, name
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
-        assert moved[f"{name}_count"] == 2 * STREAMS, name
+        assert moved[f"{name}_count"] == count, name
     for name in ("request_prefill_time_seconds", "request_inference_time_seconds"):
-        assert moved[f"{name}_count"] == 2 * STREAMS, name
+        assert moved[f"{name}_count"] == count, name
     in_steps = moved["iteration_tokens_total_sum"]
-    assert in_steps >= moved["prompt_tokens_total"] - moved["prefix_cache_hits_total"] + tokens - 2 * STREAMS
-    assert moved["request_queue_time_seconds_count"] >= 2 * STREAMS, "who is sent again waits again"
+    assert in_steps >= moved["prompt_tokens_total"] - moved["prefix_cache_hits_total"] + tokens - count
+    assert moved["request_queue_time_seconds_count"] >= count, "who is sent again waits again"
     assert moved["num_preemptions_total"] > 0 and most["num_requests_running"] >= 1  # of samples
     assert most["num_requests_waiting"] > 0 and 0.3 < most["kv_cache_usage_perc"] <= 1
     assert most["gpu_cache_usage_perc"] > 0
