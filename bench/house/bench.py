@@ -149,7 +149,6 @@ def _trace(
         port, key = stack.target.port, stack.target.key
         stack.tree.await_(lambda: _longest(port, key) >= context_tokens, _READY_S)
         _chat(port, key, "Good morning! " + prompt, max_tokens)
-        time.sleep(_QUIET_S)  # Work after an answer's end is neither idle nor the next request's.
         on_timers = _window(folder, lambda: time.sleep(_TIMERS_S))
         return _window(folder, lambda: _chat(port, key, prompt, max_tokens)) - on_timers
 
@@ -162,7 +161,7 @@ def _longest(port: int, key: str) -> int:
 
 
 def _chat(port: int, key: str, prompt: str, max_tokens: int) -> None:
-    """Read one streamed chat to its end. Raises InternalError if it is refused or breaks off."""
+    """Read a streamed chat and await what follows its end. Raises InternalError if refused or broken off."""
     body = {
         "model": TINY_CHAT.name,
         "stream": True,
@@ -178,6 +177,7 @@ def _chat(port: int, key: str, prompt: str, max_tokens: int) -> None:
     )
     if answer.status_code != 200 or "[DONE]" not in answer.text:
         raise InternalError(f"the traced chat failed: {answer.status_code} {answer.text[-300:]}")
+    time.sleep(_QUIET_S)
 
 
 def _raise_flag(folder: Path, value: int) -> None:

@@ -138,8 +138,8 @@ def check_kill(project: Project, client: Client, undisturbed: list[Answer]) -> N
         busy.append(worker["total_blocks"] - worker["free_blocks"])
         await asyncio.to_thread(docker, "kill", killed)
 
-    answers = asyncio.run(client.ask_all(questions(TOKENS * 3), midway=kill, after=MIDWAY))
-    whole = [answer.complete and answer.completion_tokens == TOKENS * 3 for answer in answers]
+    answers = asyncio.run(client.ask_all(questions(TOKENS * 8), midway=kill, after=MIDWAY))
+    whole = [answer.complete and answer.completion_tokens == TOKENS * 8 for answer in answers]
     assert all(whole), [answer.errors for answer in answers]
     assert busy[0] > 0, "the worker had nothing to do when it was killed"
     assert state_of(killed)["State"]["Status"] == "exited"
