@@ -30,7 +30,7 @@ class Machine:
     capacity_blocks: int = 480
     token_budget: int = 1024
     max_batch_sequences: int = 256
-    max_steps: int = 16
+    max_steps: int = 8
     scheduling_share: float = 0.0
     """Share of time in which the device waits for the scheduler."""
     cache_blocks: int = 0
