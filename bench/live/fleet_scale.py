@@ -153,7 +153,7 @@ def _stack(context: Context, plan: Plan, settings: Mapping[str, str], workers: i
         "scheduler.shadow_from_s": _SHADOW_FROM_S / speed,
         "worker.heartbeat_s": beat_s,
         "gateway.frame_timeout_s": _SILENT_STEPS * plan.step_s,
-        "gateway.admit_timeout_s": 40 * beat_s,
+        "gateway.admit_timeout_s": 40 * beat_s,  # as live: 10 s at 0.25 s
         **{f"{service}.worker_timeout_s": beats * beat_s for service, beats in timeouts.items()},
     }
     told = {"ENGINE": "simulated", "WORKERS_PER_PROCESS": _TOGETHER, "SCHEDULERS": schedulers}
@@ -353,7 +353,7 @@ def _kills(context: Context, plan: Plan, settings: Mapping[str, str], workers: i
     slowest_s = max(answer.ended_s - answer.sent_s for answer in result.answers)
     figures = {"requests": float(len(result.answers)), "lost": float(lost), "changed": float(changed)}
     figures |= {"slowest_s": slowest_s, "undisturbed_s": plan.answer_s}
-    at_once = f"{_TOGETHER * _processes_killed(workers)} workers at once"
+    at_once = f"{_TOGETHER * _processes_killed(workers)} of {workers} workers at once"
     return Outcome(figures, lost + changed, notes=[f"killed: {', '.join(_VICTIMS)} ({at_once})"])
 
 

@@ -2,7 +2,7 @@
 
 Chats with a common beginning, long answers, prompts that need most of a worker and, where workers lend,
 prompts that need more than one. All are served, none is slower than 0.75 of the default, and no pair than
-0.75 of the slower of its two alone. This keeps combinations from being switched on that nobody ever ran: MELL
+0.8 of the slower of its two alone. This keeps combinations from being switched on that nobody ever ran: MELL
 at a tenth of the others' throughput, a cache beside lending at which everything stopped.
 """
 
@@ -16,7 +16,7 @@ from services.gateway.core.stream import StreamPhase
 from tests.stack.actors import Wanted
 from tests.stack.mixed_world import BLOCKS, LENDS, OFF_DEFAULT, PAIRS, Element, MixedWorld, Parts, name_of
 
-LEAST = 0.75
+ALONE, TOGETHER = 0.75, 0.8
 PROMPT_S = 0.4
 LONG_ENOUGH_S = 60.0
 
@@ -57,8 +57,8 @@ def _tokens_per_s(parts: Parts, seed: int, *, longs: bool) -> float:
 @pytest.mark.parametrize("element", OFF_DEFAULT, ids=lambda one: name_of([one]))
 def test_alone(element: Element) -> None:
     longs = element[0] == "lends"
-    assert longs or tokens_per_s(element, longs=False) >= LEAST * tokens_per_s(longs=False)
-    assert tokens_per_s(element, longs=longs) > 0
+    alone = tokens_per_s(element, longs=longs)  # which asserts that all is served
+    assert longs or alone >= ALONE * tokens_per_s(longs=False)
 
 
 NAMED = {"policy", "placement", "order"}
@@ -76,9 +76,8 @@ def is_seldom(pair: tuple[Element, Element]) -> bool:
     ids=name_of,
 )
 def test_together(pair: tuple[Element, Element]) -> None:
-    """Only workers that lend can be asked for prompts longer than one, so with those only that half is
-    compared."""
+    """Where workers lend, the load has prompts longer than one, so only that half is compared."""
     longs = any(one[0] == "lends" for one in pair)
     halves = [one for one in pair if not longs or one[0] == "lends"]
     slower = min(tokens_per_s(one, longs=longs) for one in halves)
-    assert tokens_per_s(*pair, longs=longs) >= LEAST * slower
+    assert tokens_per_s(*pair, longs=longs) >= TOGETHER * slower

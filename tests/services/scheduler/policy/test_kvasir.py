@@ -215,7 +215,6 @@ def test_the_answer_to_its_own_question_moves_the_end(make_policy: PolicyFactory
 def crowded() -> KvasirPolicy:
     """`a` runs, `b` does not fit beside it."""
     policy = policy_with(PolicySettings(max_steps=8), 88)
-    policy.on_measured(1000.0, 0.005, 0.0)
     arriving(policy, ("a", 150, 118, 99.0), ("b", 100, 195, 99.0))
     assert starts(policy.plan(0.0)) == ["a"]
     return policy
